@@ -1,0 +1,1 @@
+"""Pure core of pushkv: protocol, layout, timing and routing; no clock, thread, socket or file."""

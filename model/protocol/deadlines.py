@@ -1,0 +1,69 @@
+"""Deadlines of many records: a heap that forgets what was disarmed.
+
+A record carries its own due time in ``due``; an entry whose time is not that any more is stale and skipped. The heap is rebuilt when
+stale entries outnumber the live ones, so it stays bounded by what is armed.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import Generic, Protocol, TypeVar
+
+NEVER = float("inf")
+
+
+class Timed(Protocol):
+    """Anything with a due time in seconds (``NEVER`` when not armed)."""
+
+    due: float
+
+
+T = TypeVar("T", bound=Timed)
+
+
+class Deadlines(Generic[T]):
+    """The armed records, soonest first; equal times fire in the order of arming."""
+
+    __slots__ = ("_armed", "_heap", "_order")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, T]] = []
+        self._order = 0
+        self._armed = 0
+
+    def __len__(self) -> int:
+        """Entries held, stale ones included."""
+        return len(self._heap)
+
+    def arm(self, record: T, at: float) -> None:
+        """Fire ``record`` at ``at``, in place of whatever time it was armed for."""
+        if record.due == NEVER:
+            self._armed += 1
+        record.due = at
+        self._order += 1
+        heappush(self._heap, (at, self._order, record))
+        if len(self._heap) > 2 * self._armed + 64:
+            self._heap = [entry for entry in self._heap if entry[2].due == entry[0]]
+            heapify(self._heap)
+
+    def disarm(self, record: T) -> None:
+        """``record`` does not fire. Harmless when it was not armed."""
+        if record.due != NEVER:
+            record.due = NEVER
+            self._armed -= 1
+
+    def next_at(self) -> float:
+        """When the soonest armed record is due; ``NEVER`` without one."""
+        heap = self._heap
+        while heap and heap[0][2].due != heap[0][0]:
+            heappop(heap)
+        return heap[0][0] if heap else NEVER
+
+    def pop_due(self, now: float) -> T | None:
+        """The next record due by ``now``, disarmed; ``None`` when there is none."""
+        if self.next_at() > now:
+            return None
+        record = heappop(self._heap)[2]
+        record.due = NEVER
+        self._armed -= 1
+        return record

@@ -1,0 +1,236 @@
+"""One rank's protocol: its ``Sender``, its ``Receiver`` and a ``Peer`` per link, behind one ``step``.
+
+Decides who hears what: messages of strangers are not heard, evidence reaches both halves, beats carry both halves' state. It has no rule
+of its own about transfers. One endpoint may stand for a group of ranks in lockstep: they see the same events, so they would
+take the same actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pushkv.model.protocol import events as ev
+from pushkv.model.protocol import messages as msg
+from pushkv.model.protocol.deadlines import NEVER, Deadlines
+from pushkv.model.protocol.errors import LocalProtocolError
+from pushkv.model.protocol.peer import Peer
+from pushkv.model.protocol.receiver import Receiver
+from pushkv.model.protocol.sender import Sender
+from pushkv.model.protocol.settings import Settings
+from pushkv.model.protocol.states import Linking
+
+Out = list[ev.Record]
+
+
+class Endpoint:
+    """Events in, actions out. The host carries out what ``step`` appends to ``out`` and calls again by ``wake_at`` (s, monotonic).
+
+    ``incarnation``: a random non-zero 64-bit number of this process; ``facts``: what ``Connect`` shows to the peer's host (layouts, names, abilities).
+    Raises ``LocalProtocolError`` when the host breaks the contract; a peer cannot make it raise.
+    """
+
+    def __init__(self, incarnation: int, settings: Settings, facts: bytes = b"") -> None:
+        if incarnation <= 0:
+            raise LocalProtocolError("an incarnation is a positive random number")
+        self.incarnation = incarnation
+        self.settings = settings
+        self.sender = Sender(incarnation, settings)
+        self.receiver = Receiver(incarnation, settings)
+        self.peers: dict[ev.Link, Peer] = {}
+        self.wake_at = NEVER
+        self.steps = 0
+        self.counters: dict[str, int] = {}
+        self._facts = facts
+        self._watch: Deadlines[Peer] = Deadlines()
+        self._dropped: Out = []
+        sender, receiver = self.sender, self.receiver
+        self._handlers: dict[type[ev.Record], Callable[[Any, float, Out], None]] = {
+            ev.Received: self._received,
+            ev.Connected: self._connected,
+            ev.Unfit: self._unfit,
+            ev.ProcessGone: self._process_gone,
+            ev.Packed: sender.packed,
+            ev.WriteDone: sender.write_done,
+            ev.WriteBroken: sender.write_broken,
+            ev.WriteQuiet: sender.write_quiet,
+            ev.Begin: sender.begin,
+            ev.Computed: sender.computed,
+            ev.Preempted: sender.preempted,
+            ev.Abort: sender.abort,
+            ev.Expect: self._expect,
+            ev.Expose: receiver.expose,
+            ev.Withdraw: receiver.withdraw,
+            ev.Revoked: receiver.revoked,
+        }
+        self._heard: dict[type[msg.Message], Callable[[ev.Link, Any, float, Out], None]] = {
+            msg.Register: sender.on_register,
+            msg.Grant: sender.on_grant,
+            msg.Cancel: sender.on_cancel,
+            msg.Offer: receiver.on_offer,
+            msg.Written: receiver.on_written,
+            msg.Failed: receiver.on_failed,
+            msg.Cancelled: receiver.on_cancelled,
+            msg.Beat: self._on_beat,
+        }
+
+    def step(self, events: Iterable[ev.Record], now: float, out: Out) -> None:
+        """Take ``events`` at time ``now``, then fire what is due. After a pause the events come first, and silence is excused (rule 9)."""
+        self.steps += 1
+        handlers = self._handlers
+        for event in events:
+            handler = handlers.get(type(event))
+            if handler is None:
+                raise LocalProtocolError(f"{type(event).__name__} is not an event of a rank")
+            handler(event, now, out)
+        if now >= self.wake_at:
+            late = now - self.wake_at
+            if late > self.settings.pause_s:
+                for peer in self.peers.values():
+                    peer.paused(late)
+            self._fire(now, out)
+        if self._dropped:
+            out.extend(self._dropped)
+            self._dropped.clear()
+        if self.sender.short_of_staging:
+            self.sender.refill(out)
+        self.wake_at = min(self.sender.wake_at, self.receiver.wake_at, self._watch.next_at())
+
+    def busy(self, link: ev.Link) -> bool:
+        """Whether anything is open on ``link``, in either direction."""
+        return self.receiver.busy(link) or self.sender.busy(link)
+
+    # ------------------------------------------------------------ messages
+
+    def _received(self, e: ev.Received, now: float, out: Out) -> None:
+        message, link = e.message, e.link
+        peer = self.peers.get(link)
+        kind = type(message)
+        if kind is msg.Hello or kind is msg.Welcome:
+            self._greetings(peer or self._peer(link), message, now, out)
+            return
+        if peer is None:  # it knows us and we have forgotten it, or it knew our predecessor: greet, and it will tell what it has open
+            self._count("stranger")
+            self._want(self._peer(link), now, out)
+            return
+        if not peer.talking or message.src != peer.incarnation:
+            self._count("stranger")
+            return
+        if message.dst != self.incarnation:
+            self._count("misdirected")
+            return
+        if peer.heard(now):
+            self.receiver.link_up(link, peer.incarnation, now, out)
+        if peer.due != peer.wake_at:
+            self._rearm(peer)
+        self._heard[kind](link, message, now, out)
+
+    def _greetings(self, peer: Peer, message: msg.Message, now: float, out: Out) -> None:
+        if peer.talking and message.src == peer.incarnation and peer.heard(now):
+            self.receiver.link_up(peer.link, peer.incarnation, now, out)
+        if isinstance(message, msg.Hello):
+            peer.on_hello(message, now, out)
+        elif isinstance(message, msg.Welcome):
+            if message.dst != self.incarnation:
+                self._count("misdirected")
+            elif peer.on_welcome(message, now, out):
+                self._gone(peer, now, out)
+            elif peer.refusal:
+                self.receiver.link_refused(peer.link, peer.refusal, out)
+        self._rearm(peer)
+
+    def _on_beat(self, link: ev.Link, m: msg.Beat, now: float, out: Out) -> None:
+        missing = self.sender.on_beat(link, m, now, out)
+        self.receiver.on_beat(link, m, out)
+        if m.number or missing:
+            self._send_beat(self.peers[link], 0, m.number, missing, out)
+
+    def _send_beat(self, peer: Peer, number: int, echo: int, missing: tuple[int, ...], out: Out) -> None:
+        highest, lowest, asks = self.receiver.beat(peer.link)
+        beat = msg.Beat(self.incarnation, peer.incarnation, number, echo, highest, lowest, asks, missing)
+        out.append(ev.Send(peer.link, beat))
+
+    # ------------------------------------------------------------ links
+
+    def _peer(self, link: ev.Link) -> Peer:
+        peer = self.peers.get(link)
+        if peer is None:
+            if len(self.peers) >= self.settings.links:
+                self._make_room()
+            peer = self.peers[link] = Peer(link, self.incarnation, self._facts, self.settings, self.receiver.issued)
+        return peer
+
+    def _make_room(self) -> None:
+        """Forget the idle link that was heard least recently; live ones stay, however many."""
+        idle = [peer for peer in self.peers.values() if not self.busy(peer.link) and peer.state is not Linking.DRAINING]
+        if idle:
+            self._forget(min(idle, key=lambda peer: peer.heard_at))
+
+    def _forget(self, peer: Peer) -> None:
+        del self.peers[peer.link]
+        self._watch.disarm(peer)
+        self.sender.link_forget(peer.link)
+        self.receiver.link_forget(peer.link)
+        if peer.incarnation:
+            self._dropped.append(ev.Disconnect(peer.link, peer.incarnation))
+
+    def _rearm(self, peer: Peer) -> None:
+        if peer.wake_at == NEVER:
+            self._watch.disarm(peer)
+        elif peer.wake_at != peer.due:
+            self._watch.arm(peer, peer.wake_at)
+
+    def _want(self, peer: Peer, now: float, out: Out) -> None:
+        peer.want(now, out)
+        self._rearm(peer)
+
+    def _expect(self, e: ev.Expect, now: float, out: Out) -> None:
+        self.receiver.expect(e, now, out)
+        for link in e.links:
+            self._want(self._peer(link), now, out)
+
+    def _connected(self, e: ev.Connected, now: float, out: Out) -> None:
+        peer = self.peers.get(e.link)
+        if peer is not None and peer.connected(e, now, out):
+            self.sender.link_up(e.link, peer.incarnation, peer.issued)
+            self.receiver.link_up(e.link, peer.incarnation, now, out)
+            self._rearm(peer)
+
+    def _unfit(self, e: ev.Unfit, now: float, out: Out) -> None:
+        peer = self.peers.get(e.link)
+        if peer is not None and peer.unfit(e, out):
+            self.receiver.link_refused(e.link, e.reason, out)
+            self._rearm(peer)
+
+    def _process_gone(self, e: ev.ProcessGone, now: float, out: Out) -> None:
+        peer = self.peers.get(e.link)
+        if peer is not None and peer.incarnation == e.incarnation:
+            self._gone(peer, now, out)
+
+    def _gone(self, peer: Peer, now: float, out: Out) -> None:
+        if peer.gone(now):
+            self.sender.link_gone(peer.link, out)
+            self.receiver.link_gone(peer.link, False, out)
+            self._rearm(peer)
+
+    def _fire(self, now: float, out: Out) -> None:
+        self.sender.fire(now, out)
+        self.receiver.fire(now, out)
+        while (peer := self._watch.pop_due(now)) is not None:
+            link = peer.link
+            word = peer.fire(now, self.busy(link), out)
+            if word == "beat":
+                self._send_beat(peer, peer.ask(), 0, (), out)
+            elif word == "silence":
+                self.receiver.link_silent(link, out)
+            elif word == "unreachable":
+                self.receiver.link_refused(link, "peer unreachable", out)
+            elif word == "drained":
+                self.receiver.link_gone(link, True, out)
+                peer.drained(now, self.busy(link), out)
+            self._rearm(peer)
+            if peer.idle and not self.busy(link):
+                self._forget(peer)
+
+    def _count(self, name: str) -> None:
+        self.counters[name] = self.counters.get(name, 0) + 1
