@@ -47,6 +47,7 @@ class Endpoint:
         sender, receiver = self.sender, self.receiver
         self._handlers: dict[type[ev.Record], Callable[[Any, float, Out], None]] = {
             ev.Received: self._received,
+            ev.Greet: self._greet,
             ev.Connected: self._connected,
             ev.Unfit: self._unfit,
             ev.ProcessGone: self._process_gone,
@@ -188,6 +189,9 @@ class Endpoint:
         self.receiver.expect(e, now, out)
         for link in e.links:
             self._want(self._peer(link), now, out)
+
+    def _greet(self, e: ev.Greet, now: float, out: Out) -> None:
+        self._want(self._peer(e.link), now, out)
 
     def _connected(self, e: ev.Connected, now: float, out: Out) -> None:
         peer = self.peers.get(e.link)

@@ -30,6 +30,12 @@ class Received(Record, frozen=True, gc=False):
     message: Message
 
 
+class Greet(Record, frozen=True, gc=False):
+    """Get to know ``link`` before the first transfer needs it."""
+
+    link: Link
+
+
 class Connected(Record, frozen=True, gc=False):
     """Answer to ``Connect``: transport and layouts fit."""
 
@@ -95,7 +101,10 @@ class Begin(Record, frozen=True, gc=False):
 
 
 class Computed(Record, frozen=True, gc=False):
-    """Sending side: the first ``tokens`` tokens are in the cache; ``final``: that is all."""
+    """Sending side: the first ``tokens`` tokens are in the cache (0: the prefill has started); ``final``: that is all.
+
+    The first one is when the receiver is offered bytes: a prompt that queues here takes no memory there.
+    """
 
     transfer_id: str
     tokens: int

@@ -7,10 +7,11 @@ no timer: memory comes back with evidence, verdicts come from the ranks. It does
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any
 
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol.errors import LocalProtocolError
+from pushkv.model.protocol.messages import GAVE_WAY
 from pushkv.model.protocol.settings import Settings
 from pushkv.model.protocol.states import INCOMING, OUTGOING, Incoming, Outgoing
 
@@ -18,9 +19,6 @@ Out = list[ev.Record]
 
 WAITING, WANTING, HOLDING = Incoming.WAITING, Incoming.WANTING, Incoming.HOLDING
 YIELDING, READY, ENDING, DONE = Incoming.YIELDING, Incoming.READY, Incoming.ENDING, Incoming.DONE
-
-GAVE_WAY: Final = "gave way"
-"""The one reason of ``Broken`` that is no failure: the sender took the grant back for a prefill that is finished (rule 8)."""
 
 
 class _In:
@@ -183,14 +181,18 @@ class Ledger:
         for other in self._in.values():
             if other.heir == e.transfer_id and other.state is YIELDING:
                 return
-            if other.state is HOLDING and other.host_memory and not other.landed and (victim is None or other.order > victim.order):
+            can = other.state is HOLDING and other.host_memory and not other.landed and other.yields < self._set.yields
+            if can and (victim is None or other.order > victim.order):
                 victim = other
         if victim is not None:
-            victim.move("yield")
-            victim.heir = e.transfer_id
-            victim.yields += 1
-            self._count("gave_way")
-            out.append(ev.ToRanks(ev.Withdraw(victim.e.transfer_id, GAVE_WAY, True)))
+            self._yield(victim, e.transfer_id, out)
+
+    def _yield(self, entry: _In, heir: str, out: Out) -> None:
+        entry.move("yield")
+        entry.heir = heir
+        entry.yields += 1
+        self._count("gave_way")
+        out.append(ev.ToRanks(ev.Withdraw(entry.e.transfer_id, GAVE_WAY, True)))
 
     def _loaded(self, e: ev.Loaded, out: Out) -> None:
         entry = self._in.get(e.transfer_id)
@@ -236,31 +238,43 @@ class Ledger:
     def _has_landed(self, rank: int, r: ev.Landed, out: Out) -> None:
         entry = self._in[r.transfer_id]
         entry.landed.add(rank)
-        if entry.state is ENDING:
-            self._has_settled(rank, ev.Settled(r.transfer_id), out)
-        elif len(entry.landed) == self._all:
+        if entry.state is not ENDING and len(entry.landed) == self._all:
             entry.move("landed")
             self._wanting.pop(r.transfer_id, None)
             out.append(ev.Ready(r.transfer_id, entry.memory))
-        elif entry.state is YIELDING:
-            self._has_settled(rank, ev.Settled(r.transfer_id), out)
+        else:
+            self._judge(entry, out)
 
     def _broken(self, rank: int, r: ev.Broken, out: Out) -> None:
         entry = self._in[r.transfer_id]
-        if r.reason == GAVE_WAY and entry.state in (HOLDING, YIELDING):
-            if entry.state is HOLDING:
-                entry.move("yield")
-                entry.yields += 1
-                out.append(ev.ToRanks(ev.Withdraw(r.transfer_id, GAVE_WAY, True)))
-        elif entry.state is not ENDING:
+        if entry.state is ENDING:
+            return
+        if r.reason != GAVE_WAY:
             self._fail(entry, r.reason, out)
+        elif entry.state is HOLDING and entry.yields < self._set.yields:
+            self._yield(entry, self._heir(entry.e.peer), out)
+        elif entry.state is not YIELDING:
+            self._fail(entry, "gave way too often", out)
+
+    def _heir(self, peer: str) -> str:
+        """Who gets what a sender of ``peer`` gave back: the first whose finished prefill waits there."""
+        for entry in self._in.values():
+            if entry.state is WANTING and entry.e.peer == peer and len(entry.finished) == self._all:
+                return entry.e.transfer_id
+        return ""
 
     def _has_settled(self, rank: int, r: ev.Settled, out: Out) -> None:
         entry = self._in[r.transfer_id]
         entry.settled.add(rank)
-        if len(entry.settled) < self._all:
+        self._judge(entry, out)
+
+    def _judge(self, entry: _In, out: Out) -> None:
+        """Every rank has settled or landed: what gave way is registered anew, what has failed is closed."""
+        if len(entry.settled | entry.landed) < self._all:
             return
-        if entry.state is YIELDING:
+        if entry.state is YIELDING and entry.landed:
+            self._resume(entry, out)
+        elif entry.state is YIELDING:
             self._requeue(entry, out)
         elif entry.state is ENDING:
             entry.move("settle")
@@ -276,15 +290,22 @@ class Ledger:
         """The verdict. Ranks that have not given theirs are told to stop; memory waits for every rank to settle."""
         entry.move("fail")
         self._wanting.pop(entry.e.transfer_id, None)
-        entry.settled |= entry.landed
         peer = entry.e.peer
         self._quarantine[peer] = self._quarantine.get(peer, 0) + 1
-        out.append(ev.Fail(entry.e.transfer_id, reason, len(entry.settled) == self._all))
-        if len(entry.settled) == self._all:
-            entry.move("settle")
-            self._close(entry, out)
-        else:
+        settled = len(entry.settled | entry.landed) == self._all
+        out.append(ev.Fail(entry.e.transfer_id, reason, settled))
+        if not settled:
             out.append(ev.ToRanks(ev.Withdraw(entry.e.transfer_id, reason)))
+        self._judge(entry, out)
+
+    def _resume(self, entry: _In, out: Out) -> None:
+        """It gave way too late: on some ranks it has landed, and its senders there do not send twice. The others go on in the same memory."""
+        entry.move("resume")
+        e = entry.e
+        for rank in sorted(entry.settled - entry.landed):
+            out.append(ev.ToRank(rank, ev.Expect(e.transfer_id, e.links[rank], e.tokens, e.packed, e.fanout, entry.memory)))
+        entry.settled.clear()
+        entry.heir = ""
 
     def _requeue(self, entry: _In, out: Out) -> None:
         """What gave way is registered anew: it keeps its place in time, and waits behind what is finished."""

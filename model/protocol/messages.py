@@ -18,11 +18,17 @@ VERSION: Final = 1
 MAX_FRAME_BYTES: Final = 1 << 20
 """A direct registration of 100,000 blocks stays below this; a frame above it is refused before it is parsed."""
 
+GAVE_WAY: Final = "gave way"
+"""The one reason of ``Failed`` that is no failure: the sender gives the memory back for a finished prefill (rule 8)."""
+
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Incarnation = Annotated[int, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Reason = Annotated[str, msgspec.Meta(max_length=64)]
-Attempts = Annotated[tuple[Number, ...], msgspec.Meta(max_length=8192)]
+MAX_OPEN: Final = 8192
+"""Registrations that one beat may name."""
+
+Attempts = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_OPEN)]
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -133,7 +139,7 @@ class Beat(Message, frozen=True, gc=False, array_like=True):
     echo: Number
     highest: Number
     lowest: Number
-    open: Annotated[tuple[Ask, ...], msgspec.Meta(max_length=8192)] = ()
+    open: Annotated[tuple[Ask, ...], msgspec.Meta(max_length=MAX_OPEN)] = ()
     missing: Attempts = ()
 
 

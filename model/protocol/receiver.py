@@ -133,6 +133,8 @@ class Receiver:
             else:
                 stage = 2 if now is EXPOSED else 1 if now is OFFERED else 0
             asks.append(msg.Ask(attempt, stage, len(shard.parts)))
+            if len(asks) == msg.MAX_OPEN:
+                break  # the rest is told when these are closed
         return state.highest, state.lowest(), tuple(asks)
 
     # ------------------------------------------------------------ links
@@ -142,9 +144,7 @@ class Receiver:
         state = self._link(link)
         state.incarnation = incarnation
         state.up, state.silent = True, False
-        unsent, state.unsent = state.unsent, []
-        for shard in unsent:
-            self._register(shard, out)
+        self._send_unsent(state, out)
 
     def link_refused(self, link: ev.Link, reason: str, out: Out) -> None:
         """No transfer is possible with this peer, or it cannot be reached: what was never sent ends, and is settled."""
@@ -213,7 +213,9 @@ class Receiver:
         if m.part in shard.parts:
             self._count("written_again")
             return
-        if shard.transfer.memory is None or shard.tokens + m.tokens > shard.transfer.tokens or (m.last and shard.parts_in_all >= 0):
+        wanted = shard.transfer.tokens
+        empty = m.tokens == 0 and wanted > 0
+        if shard.transfer.memory is None or empty or shard.tokens + m.tokens > wanted or (m.last and shard.parts_in_all >= 0):
             self._count("written_refused")
             return
         shard.parts.add(m.part)
@@ -227,7 +229,17 @@ class Receiver:
                 self._end(shard, "fewer tokens than wanted", out)
 
     def on_failed(self, link: ev.Link, m: msg.Failed, now: float, out: Out) -> None:
-        """It will not come, and nothing of it is active (E1)."""
+        """It will not come, and nothing of it is active (E1). One that gave way is no failure: the ledger has it registered anew."""
+        shard = self._open(link, m.attempt)
+        if shard is not None and m.reason == msg.GAVE_WAY and shard.transfer.exposed and not shard.transfer.verdict:
+            transfer = shard.transfer
+            shard.move("end")
+            if not transfer.requeue:
+                transfer.requeue = True
+                out.append(ev.Broken(transfer.transfer_id, m.reason))
+                self._withdraw_all(transfer, out)
+            self._retire(shard, out)
+            return
         self._closed(link, m.attempt, m.reason, out)
 
     def on_cancelled(self, link: ev.Link, m: msg.Cancelled, now: float, out: Out) -> None:
@@ -235,12 +247,15 @@ class Receiver:
         self._closed(link, m.attempt, "cancelled by the sender", out)
 
     def on_beat(self, link: ev.Link, m: msg.Beat, out: Out) -> None:
-        """The sender lacks registrations or grants that it should have: send them again."""
+        """The sender lacks registrations, grants or cancels that it should have: send them again."""
         for attempt in m.missing:
             shard = self._open(link, attempt)
-            if shard is None or shard.state is WITHDRAWN:
+            if shard is None:
                 continue
             self._count("sent_again")
+            if shard.state is WITHDRAWN:
+                self._send_cancel(shard, out)
+                continue
             self._send_register(shard, out)
             if shard.state is EXPOSED:
                 out.append(ev.Send(link, msg.Grant(self._me, shard.link.incarnation, attempt, shard.transfer.memory)))
@@ -261,11 +276,11 @@ class Receiver:
             link = self._link(key)
             shard = _Shard(link, transfer)
             transfer.shards.append(shard)
-            if link.up and not link.silent:
-                self._register(shard, out)
-            else:
-                link.unsent.append(shard)
+            link.unsent.append(shard)
         for key in e.links:
+            link = self._links[key]
+            if link.up and not link.silent:
+                self._send_unsent(link, out)
             if self._links[key].silent:
                 self.link_refused(key, "peer silent", out)
 
@@ -274,6 +289,8 @@ class Receiver:
         transfer = self._transfers.get(e.transfer_id)
         if transfer is None or transfer.verdict:
             self._count("expose_late")
+            return
+        if transfer.tokens == 0:
             return
         if transfer.memory is not None:
             raise LocalProtocolError(f"{e.transfer_id} has memory: it is granted once per attempt")
@@ -292,8 +309,8 @@ class Receiver:
             return
         if not transfer.verdict:
             transfer.verdict = not e.requeue
+            transfer.requeue = e.requeue
             transfer.reason = e.reason
-        transfer.requeue = e.requeue
         self._withdraw_all(transfer, out)
         self._judge(transfer, out)
 
@@ -311,6 +328,11 @@ class Receiver:
             self._fail(transfer, "deadline", out)
 
     # ------------------------------------------------------------ one shard
+
+    def _send_unsent(self, link: _Link, out: Out) -> None:
+        unsent, link.unsent = link.unsent, []
+        for shard in unsent:
+            self._register(shard, out)
 
     def _register(self, shard: _Shard, out: Out) -> None:
         link, transfer = shard.link, shard.transfer
@@ -364,9 +386,12 @@ class Receiver:
                 if shard.state is not WITHDRAWN:
                     shard.move("withdraw")
                 shard.asked = asked
-                link = shard.link
-                cancel = msg.Cancel(self._me, link.incarnation, shard.attempt, transfer.transfer_id, transfer.requeue)
-                out.append(ev.Send(link.key, cancel))
+                self._send_cancel(shard, out)
+
+    def _send_cancel(self, shard: _Shard, out: Out) -> None:
+        link, transfer = shard.link, shard.transfer
+        cancel = msg.Cancel(self._me, link.incarnation, shard.attempt, transfer.transfer_id, transfer.requeue)
+        out.append(ev.Send(link.key, cancel))
 
     # ------------------------------------------------------------ one transfer
 
@@ -374,7 +399,7 @@ class Receiver:
         """The verdict falls before all is settled, because a bound says so."""
         if not transfer.verdict:
             transfer.verdict = True
-            transfer.reason = transfer.reason or reason
+            transfer.reason = reason
             transfer.requeue = False
             self._deadlines.disarm(transfer)
             out.append(ev.Broken(transfer.transfer_id, transfer.reason))
@@ -384,27 +409,38 @@ class Receiver:
     def _judge(self, transfer: _Expected, out: Out) -> None:
         """Say what the shards' states add up to, each thing once."""
         landed = sum(shard.state is LANDED for shard in transfer.shards)
-        if transfer.open == 0:
-            if landed == len(transfer.shards) and not transfer.verdict:
-                transfer.verdict = transfer.settled = True
-                out.append(ev.Landed(transfer.transfer_id))
-            elif not transfer.verdict and not transfer.requeue:
-                transfer.verdict = True
-                out.append(ev.Broken(transfer.transfer_id, transfer.reason))
-            self._settled(transfer, out)
-            if self._transfers.get(transfer.transfer_id) is transfer:
-                del self._transfers[transfer.transfer_id]
-                self._deadlines.disarm(transfer)
-            return
         if not transfer.verdict and len(transfer.shards) - transfer.open > landed:
             self._withdraw_all(transfer, out)  # one has failed: the others need not go on, the verdict waits for them
-        if transfer.verdict and not transfer.exposed:
-            self._settled(transfer, out)  # nobody was ever given anything to write to
+        if transfer.open == 0 and not transfer.verdict:
+            if landed == len(transfer.shards):
+                transfer.verdict = transfer.settled = True
+                out.append(ev.Landed(transfer.transfer_id))
+            elif transfer.requeue and landed:
+                self._resume(transfer, out)
+                return
+            elif not transfer.requeue:
+                transfer.verdict = True
+                out.append(ev.Broken(transfer.transfer_id, transfer.reason))
+        if transfer.open == 0 or (transfer.verdict and not transfer.exposed):
+            self._settled(transfer, out)
+
+    def _resume(self, transfer: _Expected, out: Out) -> None:
+        """It gave way too late: some of it has landed, and is not sent twice. The rest is registered again, in the same memory."""
+        transfer.requeue, transfer.reason = False, ""
+        for index, old in enumerate(transfer.shards):
+            if old.state is ENDED:
+                transfer.shards[index] = shard = _Shard(old.link, transfer)
+                transfer.open += 1
+                self._register(shard, out)
 
     def _settled(self, transfer: _Expected, out: Out) -> None:
+        """Forget the transfer here. Shards that are still open, and were never given anything, are closed by their links."""
         if not transfer.settled:
             transfer.settled = True
             out.append(ev.Settled(transfer.transfer_id))
+        if self._transfers.get(transfer.transfer_id) is transfer:
+            del self._transfers[transfer.transfer_id]
+            self._deadlines.disarm(transfer)
 
     def _open(self, link: ev.Link, attempt: int) -> _Shard | None:
         state = self._links.get(link)

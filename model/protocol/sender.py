@@ -82,12 +82,12 @@ class _Outgoing:
 
     __slots__ = (
         "begun", "bytes_per_token", "chunked", "closed", "computed", "due", "ended", "fanout", "final", "open", "peer",
-        "readers", "reason", "released", "shards", "told", "tokens", "transfer_id",
+        "readers", "reason", "released", "shards", "started", "told", "tokens", "transfer_id",
     )  # fmt: skip
 
     def __init__(self, transfer_id: str) -> None:
         self.transfer_id = transfer_id
-        self.begun = self.final = self.chunked = False
+        self.begun = self.started = self.final = self.chunked = False
         self.tokens = self.computed = self.bytes_per_token = 0
         self.peer = ""
         self.fanout = 1
@@ -309,7 +309,7 @@ class Sender:
                 self._cancel(shard, ask.stage == 4, out)
             elif ask.stage == 2 and shard.memory is None:
                 missing.append(ask.attempt)
-            elif shard.state is MET and (ask.stage == 0 or shard.outgoing.final):
+            elif shard.state is MET and shard.outgoing.started and (ask.stage == 0 or shard.outgoing.final):
                 self._offer(shard, out)
             elif ask.parts < len(shard.notices):
                 for notice in shard.notices:
@@ -346,11 +346,12 @@ class Sender:
             return
         if not outgoing.begun or outgoing.final or e.tokens > outgoing.tokens or (e.final and e.tokens != outgoing.tokens):
             raise LocalProtocolError(f"{e.transfer_id}: computed {e.tokens} of {outgoing.tokens} tokens, final {e.final}")
+        first, outgoing.started = not outgoing.started, True
         outgoing.computed, outgoing.final = e.tokens, e.final
         if e.final:
             self._leases.arm(outgoing, now + self._set.lease_s)
         for shard in list(outgoing.shards.values()):
-            if shard.state is MET and e.final:
+            if shard.state is MET and (first or e.final):
                 self._offer(shard, out)
             self._pump(shard, out)
         self._settle(outgoing, out)
@@ -444,7 +445,7 @@ class Sender:
 
     def _meet(self, shard: _Shard, out: Out) -> None:
         shard.move("meet")
-        if shard.state is MET:
+        if shard.state is MET and shard.outgoing.started:
             self._offer(shard, out)
         self._pump(shard, out)
 

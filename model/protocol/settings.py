@@ -45,6 +45,8 @@ class Settings:
     """Sender: the part of staging that one peer may hold, so that a stalled peer leaves room for the others."""
     landing_segments: int = 1024
     """Ledger: segments of landing memory per rank."""
+    yields: int = 4
+    """Ledger: how often one transfer gives way at the most. Past it the host must let it be, and a sender that takes its grant back fails it."""
     landing_share: float = 1.0
     """Ledger: the part of the landing memory that one peer may hold, quarantine included."""
     quarantine_per_peer: int = 16

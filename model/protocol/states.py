@@ -137,10 +137,15 @@ RECEIVING: Final[dict[Receiving, dict[str, Receiving]]] = {
 
 LINKING: Final[dict[Linking, dict[str, Linking]]] = {
     Linking.COLD: {"greet": Linking.GREETING, "greeted": Linking.CONNECTING},
-    Linking.GREETING: {"greet": Linking.GREETING, "greeted": Linking.CONNECTING, "refuse": Linking.REFUSED, "gone": Linking.DRAINING, "abandon": Linking.COLD},
+    Linking.GREETING: {
+        "greet": Linking.GREETING,
+        "greeted": Linking.CONNECTING,
+        "refuse": Linking.REFUSED,
+        "abandon": Linking.COLD,
+    },
     Linking.CONNECTING: {"connect": Linking.UP, "refuse": Linking.REFUSED, "gone": Linking.DRAINING},
-    Linking.UP: {"silence": Linking.SUSPECT, "gone": Linking.DRAINING, "refuse": Linking.REFUSED},
-    Linking.SUSPECT: {"heard": Linking.UP, "gone": Linking.DRAINING, "refuse": Linking.REFUSED},
+    Linking.UP: {"silence": Linking.SUSPECT, "gone": Linking.DRAINING},
+    Linking.SUSPECT: {"heard": Linking.UP, "gone": Linking.DRAINING},
     Linking.REFUSED: {"gone": Linking.DRAINING, "retry": Linking.COLD},
     Linking.DRAINING: {"drained": Linking.COLD},
 }
@@ -151,22 +156,20 @@ INCOMING: Final[dict[Incoming, dict[str, Incoming]]] = {
         "expose": Incoming.HOLDING,
         "landed": Incoming.READY,
         "fail": Incoming.ENDING,
-        "settle": Incoming.DONE,
     },
     Incoming.WANTING: {
         "offer": Incoming.WANTING,
         "expose": Incoming.HOLDING,
         "landed": Incoming.READY,
         "fail": Incoming.ENDING,
-        "settle": Incoming.DONE,
     },
-    Incoming.HOLDING: {
+    Incoming.HOLDING: {"landed": Incoming.READY, "yield": Incoming.YIELDING, "fail": Incoming.ENDING},
+    Incoming.YIELDING: {
         "landed": Incoming.READY,
-        "yield": Incoming.YIELDING,
+        "requeue": Incoming.WAITING,
+        "resume": Incoming.HOLDING,
         "fail": Incoming.ENDING,
-        "settle": Incoming.DONE,
     },
-    Incoming.YIELDING: {"landed": Incoming.READY, "requeue": Incoming.WAITING, "fail": Incoming.ENDING, "settle": Incoming.DONE},
     Incoming.READY: {"loaded": Incoming.DONE, "fail": Incoming.DONE},
     Incoming.ENDING: {"settle": Incoming.DONE},
     Incoming.DONE: {},

@@ -1,0 +1,69 @@
+# Two commands do everything on a machine that has only Python 3.11+, pip and make:
+#   make demo    the comparison of pull, push and pushkv
+#   make test    all tests
+# Both set up .venv themselves, once. PYTHON=python3.12 picks another interpreter; PIP_* settings are honoured.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.pushkv-ready
+EXTRAS := dev plot parquet progress
+comma := ,
+space := $(subst ,, )
+PYTEST_ARGS ?= -n auto
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format lock clean
+
+help:
+	@echo "make demo    compare pull, push and pushkv, beside measurements"
+	@echo "make test    run all tests"
+	@echo "make lint    ruff and mypy --strict"
+	@echo "make format  let ruff rewrite the sources"
+	@echo "make lock    renew uv.lock"
+	@echo "make clean   remove what the others made"
+
+setup: $(STAMP)
+
+# 1. a virtual environment, also where the system Python has no ensurepip (Debian without python3-venv);
+# 2. the locked versions through uv; where uv cannot (an own index, no wheel for this machine), pip with the lower bounds.
+$(STAMP): pyproject.toml uv.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "pushkv needs Python 3.11 or newer; try: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "setting up $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || $(PYTHON) -m venv --clear --without-pip $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m pip --python $(BIN)/python install --quiet pip
+	@{ test -z "$$PIP_INDEX_URL$$PIP_NO_INDEX" && $(BIN)/python -m pip install --quiet uv && \
+	   SSL_CERT_FILE="$${SSL_CERT_FILE:-$$PIP_CERT}" UV_HTTP_TIMEOUT="$${UV_HTTP_TIMEOUT:-$${PIP_DEFAULT_TIMEOUT:-60}}" \
+	   VIRTUAL_ENV= UV_PYTHON_DOWNLOADS=never UV_PROJECT_ENVIRONMENT=$(VENV) \
+	   $(BIN)/uv sync --quiet --frozen --inexact $(addprefix --extra ,$(EXTRAS)); } || \
+	 { echo "uv could not install the locked versions; using pip" >&2; \
+	   $(BIN)/python -m pip install --quiet -e '.[$(subst $(space),$(comma),$(EXTRAS))]'; }
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python experiments/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP) .typing/pushkv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy .typing/pushkv
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# mypy does not read package-dir: it sees the packages under their import names through these links.
+.typing/pushkv:
+	@mkdir -p $@
+	@for part in model sim reference; do ln -sfn ../../$$part $@/$$part; done
+
+lock: $(STAMP)
+	$(BIN)/python -m pip install --quiet uv
+	env -u UV_INDEX_URL -u UV_DEFAULT_INDEX $(BIN)/uv lock --no-config --default-index https://pypi.org/simple
+
+clean:
+	rm -rf $(VENV) .typing build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

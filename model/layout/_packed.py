@@ -1,0 +1,134 @@
+"""The packed path: one part of one shard as one contiguous row of bytes, on the wire and in staging and landing
+memory.
+
+Decides: the order of the packed bytes, which both sides derive from the `Shard` and the `Part` alone, and the spans
+of the gather on P and of the scatter on D. Does not decide: how staging and landing memory are cut into segments; the
+host adds its addresses.
+
+Order: bundle by bundle, origin by origin (layers, K before V, as D's layout lists them), and within an origin as D's
+memory would lie if its blocks stood side by side in token order: D's axes outside a block, then blocks, then D's axes
+within a block. Blocks are cut on the grid of D's kernel block size from token 0 of the prompt, so that D scatters
+whole blocks and P gathers whole blocks where both sides agree. There are no gaps: a part is exactly
+`Shard.part_bytes` long.
+
+Hence gather and scatter are plans like any other: the packed bytes are one more side, whose blocks are numbered 0, 1,
+2, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ._errors import RangeError
+from ._pair import Bundle, Dim, Shard
+from ._plan import Placed, Plan, Template, build, check_tables, place
+from ._records import BlockTable, GroupKind, Part
+
+
+def plan_gather(shard: Shard, src: Sequence[BlockTable], part: Part) -> Plan:
+    """P's blocks -> packed bytes. Destination region 0, offsets from 0 to `shard.part_bytes(part)`. Raises as
+    `plan`.
+    """
+    check_tables("P", shard.src_groups, src)
+    templates: list[Template] = []
+    for bundle, tile in _tiles(shard, part):
+        source = place("P", bundle, bundle.src, shard.src_groups, src, tile.start, tile.stop)
+        dims = tuple(
+            Dim(dim.extent, dim.src_stride, stride) for dim, stride in zip(bundle.dims, tile.strides, strict=True)
+        )
+        templates += build(source, tile.placed, dims, bundle.row_bytes, tile.start, tile.stop)
+    return Plan(tuple(templates))
+
+
+def plan_scatter(shard: Shard, dst: Sequence[BlockTable], part: Part, start: int | None = None) -> Plan:
+    """Packed bytes -> D's blocks. Source region 0, offsets from 0. Raises as `plan`.
+
+    start: scatter only the tokens from here on, when D's own prefix has grown since the part was asked for;
+    `RangeError` if it has shrunk, as the part does not hold what is missing.
+    """
+    if start is not None and not part.first <= start <= part.stop:
+        raise RangeError(f"tokens from {start} wanted, the transfer holds {part.first} to {part.stop}")
+    check_tables("D", shard.dst_groups, dst)
+    templates: list[Template] = []
+    for bundle, tile in _tiles(shard, part):
+        first = tile.start
+        if start is not None and bundle.kind is not GroupKind.STATE:
+            first = max(first, start)
+        if first < tile.stop:
+            target = place("D", bundle, bundle.dst, shard.dst_groups, dst, first, tile.stop)
+            dims = tuple(
+                Dim(dim.extent, stride, dim.dst_stride) for dim, stride in zip(bundle.dims, tile.strides, strict=True)
+            )
+            templates += build(tile.placed, target, dims, bundle.row_bytes, first, tile.stop)
+    return Plan(tuple(templates))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tiles:
+    """Tokens [start, stop) of one bundle in packed memory, in equal tiles. strides: packed stride of each of the
+    bundle's dims.
+    """
+
+    start: int
+    stop: int
+    placed: Placed
+    strides: tuple[int, ...]
+
+
+def _tiles(shard: Shard, part: Part) -> Iterator[tuple[Bundle, _Tiles]]:
+    """Every bundle's tokens in up to three stretches: the rest of a block, whole blocks, the beginning of a block."""
+    bundle_base = 0
+    for bundle in shard.bundles:
+        start, stop = bundle.tokens(part)
+        if start >= stop:
+            continue
+        side, token = bundle.dst, len(bundle.dims)  # the token axis comes after the dims
+        axes = sorted(range(token + 1), key=lambda axis: _dst_stride(bundle, axis), reverse=True)
+        inside = [axis for axis in axes if axis == token or _dst_stride(bundle, axis) < side.block_stride]
+        outside = [axis for axis in axes if axis not in inside]
+        slice_bytes = bundle.row_bytes  # one token of everything inside a block
+        for axis in inside:
+            slice_bytes *= 1 if axis == token else bundle.dims[axis].extent
+        strides = [0] * (token + 1)
+        size = slice_bytes * (stop - start)
+        for axis in reversed(outside):
+            strides[axis] = size
+            size *= bundle.dims[axis].extent
+        origins = len(side.base)
+        # With tokens outermost in a block, their distance does not depend on the block: the whole range is one tile.
+        whole = bundle.kind is GroupKind.STATE or inside[0] == token
+        for first, last, tile in [(start, stop, stop - start)] if whole else _stretches(start, stop, side.block_tokens):
+            step = bundle.row_bytes
+            for axis in reversed(inside):
+                strides[axis] = step
+                step *= tile if axis == token else bundle.dims[axis].extent
+            placed = Placed(
+                region=np.zeros(origins, np.int64),
+                base=bundle_base + (first - start) * slice_bytes + np.arange(origins, dtype=np.int64) * size,
+                blocks=np.arange((last - first) // tile, dtype=np.int64),
+                ratio=1,
+                first_token=first,
+                block_tokens=tile,
+                block_stride=step,
+                token_stride=strides[token],
+            )
+            yield bundle, _Tiles(first, last, placed, tuple(strides[:token]))
+        bundle_base += size * origins
+
+
+def _stretches(start: int, stop: int, block_tokens: int) -> Iterator[tuple[int, int, int]]:
+    """(first, last, tokens per tile) of [start, stop) cut at the first and the last block boundary."""
+    low, high = start + -start % block_tokens, stop - stop % block_tokens
+    if low > high:  # within one block
+        yield start, stop, stop - start
+        return
+    for first, last, tile in ((start, low, low - start), (low, high, block_tokens), (high, stop, stop - high)):
+        if first < last:
+            yield first, last, tile
+
+
+def _dst_stride(bundle: Bundle, axis: int) -> int:
+    return bundle.dims[axis].dst_stride if axis < len(bundle.dims) else bundle.dst.token_stride

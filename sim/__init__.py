@@ -1,0 +1,1 @@
+"""Cluster simulator on the protocol core: world, workload, metrics, reports and the command line."""

@@ -1,0 +1,313 @@
+"""vLLM's own two connectors, as 0.26 has them, on this project's machines.
+
+Pull (``NixlConnector``): D admits after the prefill leg, posts READs on its engine thread, sees completions once a step. Push (``NixlPushConnector``): D
+admits at once and holds its blocks; P's writer thread posts after the whole prompt, one transfer at a time; NIXL tells D when P's engine looks at the
+finished handle, so a write that completes while P launches its next prefill waits for that; D reads its notifications when a step wakes the
+thread, so it acts on them one look later. All of this is read from the sources of vLLM 0.26 and NIXL 1.5.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pushkv.model.protocol import events as ev
+from pushkv.model.protocol import messages as msg
+from pushkv.sim.connector import Connector, Receiving, Sending
+from pushkv.sim.request import Request
+
+if TYPE_CHECKING:
+    from pushkv.sim.engine import Engine
+    from pushkv.sim.world import World
+
+_KEPT_TILL_POLL = (msg.Written, msg.Failed, msg.Cancelled)
+
+
+class PushPrefill(Sending):
+    """P of vLLM's push."""
+
+    def __init__(self, world: World, engine: Engine) -> None:
+        super().__init__(world, engine)
+        self._fresh: list[ev.Post] = []
+        self._under_way = 0
+        self._landed: list[int] = []
+        self._writer_free = 0
+
+    @property
+    def posting(self) -> bool:  # type: ignore[override]
+        return bool(self._fresh)
+
+    def received(self, request: Request) -> None:
+        super().received(request)
+        self._hold(request, 0, chunked=False)
+
+    def prefilled(self, request: Request, now: int) -> None:
+        super().prefilled(request, now)
+        flight = request.flight
+        if flight.id in self._at_work:
+            self.host.feed(ev.Computed(flight.id, flight.input_len, True))
+
+    def post(self, action: ev.Post) -> None:
+        """The writer thread gets its work with the next step."""
+        self._fresh.append(action)
+        self.engine.kick()
+
+    def pre_forward(self, t: int) -> int:
+        fresh, self._fresh = self._fresh, []
+        for action in fresh:
+            flight = self.world.flights[action.transfer_id]
+            start = max(t, self._writer_free)
+            post = self.world.post_ticks(flight, "WRITE", flight.descriptors or self.world.count_descriptors(flight))
+            self._writer_free = start + post
+            self._under_way += 1
+            self.world.later(start, self._write, action)
+        return t
+
+    def _write(self, action: ev.Post) -> None:
+        if not self.host.claim(action.handle):
+            self._under_way -= 1
+            return
+        flight = self.world.flights[action.transfer_id]
+        self.world.transfer(
+            flight, self.engine.name, "WRITE", int(self.env.now) + flight.post, self._arrived, action.handle
+        )
+
+    def _arrived(self, handle: int) -> None:
+        self._under_way -= 1
+        self._landed.append(handle)
+        self.engine.kick()
+
+    def polls(self) -> bool:
+        return bool(self._under_way or self._landed or self.freeable)
+
+    def pending(self) -> bool:
+        return bool(self._landed or self.freeable)
+
+    def poll(self, now: int) -> list[Request]:
+        landed, self._landed = self._landed, []
+        for handle in landed:
+            self.host.feed(ev.WriteDone(handle))
+        return super().poll(now)
+
+
+class PushDecode(Receiving):
+    """D of vLLM's push: admits early. What it cannot admit is announced without memory, so that the give-way of rule 8 can work."""
+
+    def __init__(self, world: World, engine: Engine) -> None:
+        super().__init__(world, engine)
+        self._inbox: list[ev.Received] = []
+        self._seen: list[Request] = []
+        self._announced: set[str] = set()
+        self._wanted: set[str] = set()
+        self._told: set[str] = set()
+
+    def allocate(self, request: Request, now: int) -> bool:
+        flight = request.flight
+        engine = self.engine
+        if not self.take_blocks(request, now):
+            stuck = not engine.active and not engine.running and bool(self.remote)
+            if stuck and flight.id not in self._announced:
+                self._announced.add(flight.id)
+                self._arrive(request, None)
+            elif stuck and flight.id in self._wanted and flight.id not in self._told:
+                self._told.add(flight.id)
+                self.host.book(ev.Starved(flight.id))
+            return False
+        self.remote[flight.id] = request
+        if flight.id in self._announced:
+            self._announced.discard(flight.id)
+            self._told.clear()
+            self.host.book(ev.Allocated(flight.id, flight.id))
+        else:
+            self._arrive(request, flight.id)
+        return True
+
+    def _arrive(self, request: Request, memory: str | None) -> None:
+        flight = request.flight
+        links = (((self.world.prefill_name(flight), 0),),)
+        peer = self.world.prefill_name(flight)
+        self.host.book(ev.Arrived(flight.id, peer, links, flight.input_len, False, memory=memory))
+
+    def admitted(self, action: ev.Admit) -> None:
+        self._wanted.add(action.transfer_id)
+        self.engine.kick()
+
+    def take_back(self, action: ev.TakeBack) -> None:
+        request = self.remote.pop(action.transfer_id)
+        self.engine.pool.give_back(request.blocks)
+        request.blocks = type(request.blocks)("i")
+        self._announced.add(action.transfer_id)
+        self.queue.append(request)
+        self.engine.kick()
+
+    def receive(self, event: ev.Received) -> None:
+        if isinstance(event.message, _KEPT_TILL_POLL):
+            self._inbox.append(event)
+            self.engine.kick()
+        else:
+            self.host.feed(event)
+
+    def pending(self) -> bool:
+        return bool(self._inbox or self._seen)
+
+    def poll(self, now: int) -> list[Request]:
+        report, self._seen = self._seen, []
+        inbox, self._inbox = self._inbox, []
+        for event in inbox:
+            self.host.feed(event)
+        return report
+
+    def ready_to_load(self, action: ev.Ready) -> None:
+        self._seen.append(self.remote[action.transfer_id])
+        self.host.book(ev.Loaded(action.transfer_id))
+
+
+class PullPrefill(Connector):
+    """P of vLLM's pull: exposes a finished prompt's blocks through the router and holds them until D says that it has read them."""
+
+    def __init__(self, world: World, engine: Engine) -> None:
+        super().__init__(world, engine)
+        self.held: dict[str, Request] = {}
+        self._inbox: list[ev.Received] = []
+        self._read: list[Request] = []
+
+    def has_requests(self) -> bool:
+        return bool(self.held)
+
+    def started(self, request: Request, now: int) -> None:
+        if request.flight.prefill_start < 0:
+            request.flight.prefill_start = now
+
+    def prefilled(self, request: Request, now: int) -> None:
+        flight = request.flight
+        flight.held_p = now
+        self.held[flight.id] = request
+        peer = self.world.decode_name(flight)
+        self.host.book(ev.Arrived(flight.id, peer, (((peer, 0),),), flight.input_len, False, memory=flight.id))
+        self.world.prefilled(flight, now)
+
+    def carries(self, message: msg.Message) -> bool:
+        """The registration goes with the answer of the prefill leg."""
+        if isinstance(message, msg.Register) and message.transfer_id in self.held:
+            flight = self.world.flights[message.transfer_id]
+            if flight.register is None:
+                flight.register = message
+                return True
+        return False
+
+    def receive(self, event: ev.Received) -> None:
+        if isinstance(event.message, _KEPT_TILL_POLL):
+            self._inbox.append(event)
+            self.engine.kick()
+        else:
+            self.host.feed(event)
+
+    def polls(self) -> bool:
+        return bool(self.held)
+
+    def pending(self) -> bool:
+        return bool(self._inbox)
+
+    def poll(self, now: int) -> list[Request]:
+        inbox, self._inbox = self._inbox, []
+        for event in inbox:
+            self.host.feed(event)
+        report, self._read = self._read, []
+        return report
+
+    def ready_to_load(self, action: ev.Ready) -> None:
+        """All of it has been read."""
+        self.host.book(ev.Loaded(action.transfer_id))
+        self._read.append(self.held[action.transfer_id])
+
+    def failed(self, action: ev.Fail) -> None:
+        """The lease is over: the blocks come back with ``Free``, when D cannot read them any more."""
+
+    def free(self, action: ev.Free) -> None:
+        self._read.append(self.held[action.transfer_id])
+        self.engine.kick()
+
+    def apply(self, report: list[Request], now: int) -> bool:
+        for request in report:
+            flight = request.flight
+            del self.held[flight.id]
+            self.engine.pool.give_back(request.blocks)
+            self.world.held_p += len(request.blocks) * (now - flight.held_p)
+            self.world.memory_span(flight, self.engine.name, flight.held_p, now)
+            self.world.done_at_p(flight)
+        return True
+
+
+class PullDecode(Receiving):
+    """D of vLLM's pull: its engine thread posts, every rank one READ per run of blocks and layer."""
+
+    def __init__(self, world: World, engine: Engine) -> None:
+        super().__init__(world, engine)
+        self._fresh: list[ev.Post] = []
+        self._landed: list[int] = []
+        self._seen: list[Request] = []
+
+    @property
+    def posting(self) -> bool:  # type: ignore[override]
+        return bool(self._fresh)
+
+    def received(self, request: Request) -> None:
+        flight = request.flight
+        self.host.receive(self.world.prefill_name(flight), flight.register)
+        super().received(request)
+
+    def allocate(self, request: Request, now: int) -> bool:
+        flight = request.flight
+        if not self.take_blocks(request, now):
+            return False
+        self.remote[flight.id] = request
+        self.host.book(ev.Hold(flight.id, flight.input_len))
+        self.host.feed(ev.Computed(flight.id, flight.input_len, True))
+        return True
+
+    def post(self, action: ev.Post) -> None:
+        self._fresh.append(action)
+
+    def pre_forward(self, t: int) -> int:
+        fresh, self._fresh = self._fresh, []
+        for action in fresh:
+            if not self.host.claim(action.handle):
+                continue
+            flight = self.world.flights[action.transfer_id]
+            post = self.world.post_ticks(flight, "READ", self.world.count_descriptors(flight))
+            self.world.later(t, self._read, (action, t + post))
+            t += post
+        return t
+
+    def _read(self, what: tuple[ev.Post, int]) -> None:
+        action, posted = what
+        flight = self.world.flights[action.transfer_id]
+        self.world.transfer(flight, self.engine.name, "READ", posted, self._arrived, action.handle)
+
+    def _arrived(self, handle: int) -> None:
+        self._landed.append(handle)
+        self.engine.kick()
+
+    def pending(self) -> bool:
+        return bool(self._landed or self._seen)
+
+    def poll(self, now: int) -> list[Request]:
+        landed, self._landed = self._landed, []
+        for handle in landed:
+            self.host.feed(ev.WriteDone(handle))
+        report, self._seen = self._seen, []
+        return report
+
+    def sent(self, action: ev.Finished) -> None:
+        if not action.ok:
+            self.world.failed(self.world.flights.get(action.transfer_id))
+
+    def release(self, action: ev.Release) -> None:
+        """Nothing writes into the blocks any more: the cache is here, or the blocks are free."""
+        request = self.remote.get(action.transfer_id)
+        if request is None:
+            return
+        if request.flight.failed:
+            self.remote.pop(action.transfer_id)
+            self.engine.pool.give_back(request.blocks)
+        else:
+            self._seen.append(request)

@@ -1,0 +1,272 @@
+"""What a connector does for an engine, as vLLM and the protocol's host see it: the hooks of one and the actions of the other.
+
+The base does nothing at every hook; each mode's two halves stand in ``baselines`` (vLLM's pull and push) and ``pushkv``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pushkv.model.protocol import events as ev
+from pushkv.model.protocol.messages import Message
+from pushkv.sim.request import Flight, Request
+
+if TYPE_CHECKING:
+    from pushkv.sim.engine import Engine, Part
+    from pushkv.sim.host import Host
+    from pushkv.sim.world import World
+
+
+class Connector:
+    """Hooks are called by the engine's loop at the simulated time; actions by the host while it carries out a step."""
+
+    posting = False
+    """Whether ``pre_forward`` has something to do."""
+
+    def __init__(self, world: World, engine: Engine) -> None:
+        self.world, self.engine, self.env = world, engine, world.env
+        self.host: Host
+        engine.connector = self
+
+    # ------------------------------------------------------------ hooks of the engine
+
+    def has_requests(self) -> bool:
+        """Whether the engine's loop must go on although it computes nothing."""
+        return False
+
+    def received(self, request: Request) -> None:
+        """The scheduler has taken ``request`` from its inbox."""
+        self.engine.waiting.append(request)
+
+    def started(self, request: Request, now: int) -> None:
+        """``request`` is scheduled for the first time, or again after a preemption."""
+
+    def starved(self, request: Request, now: int) -> None:
+        """There are no blocks for ``request``, the first in the queue."""
+
+    def preempted(self, request: Request) -> None:
+        """The blocks of ``request`` were taken; it will be computed again."""
+
+    def admit(self, now: int) -> None:
+        """Before scheduling: let in what has arrived, allocate for what may now wait for its cache."""
+
+    def pre_forward(self, t: int) -> int:
+        """On the engine's thread at ``t``, before the launch; returns when it has the thread again."""
+        return t
+
+    def before_step(self, starting: Sequence[Request]) -> int:
+        """Device ticks of work that must precede the step in which ``starting`` begin."""
+        return 0
+
+    def launched(self, parts: Sequence[Part], t: int) -> None:
+        """A step with chunks of prompts was launched; its end on the device is ``engine.gpu_free``."""
+
+    def polls(self) -> bool:
+        """Whether ``poll`` can find something in this pass."""
+        return False
+
+    def pending(self) -> bool:
+        """Whether ``poll`` would find something now."""
+        return False
+
+    def poll(self, now: int) -> list[Request]:
+        """After the launch: what has been sent or has come, to be reported with this step's output."""
+        return []
+
+    def apply(self, report: list[Request], now: int) -> bool:
+        """The scheduler learns of ``report``. ``True``: requests ended, so vLLM makes one more pass."""
+        return False
+
+    def prefilled(self, request: Request, now: int) -> None:
+        """The last chunk of a prompt that is not decoded here is done."""
+
+    def first_token(self, request: Request, now: int) -> None:
+        """The first token of ``request`` leaves the engine (also after a recompute)."""
+        self.world.first_token(request.flight, now)
+
+    def finished(self, request: Request, now: int) -> None:
+        """The last token of ``request`` leaves the engine; its blocks are free."""
+        self.world.finished(request.flight, now)
+
+    # ------------------------------------------------------------ actions of the protocol
+
+    def carries(self, message: Message) -> bool:
+        """Whether this connector sends ``message`` itself (pull: through the router)."""
+        return False
+
+    def receive(self, event: ev.Received) -> None:
+        """A message has come; a connector that looks at its messages once a step keeps it till then."""
+        self.host.feed(event)
+
+    def pack(self, action: ev.Pack) -> None:
+        """Gather into staging."""
+        raise NotImplementedError
+
+    def post(self, action: ev.Post) -> None:
+        """Post a write (pull: a read)."""
+        raise NotImplementedError
+
+    def abandon(self, action: ev.Abandon) -> None:
+        """No simulated fabric can stop a write: it is quiet when it is done."""
+
+    def admitted(self, action: ev.Admit) -> None:
+        """Allocate: the sender has begun."""
+        raise NotImplementedError
+
+    def ready_to_load(self, action: ev.Ready) -> None:
+        """Everything has landed."""
+        raise NotImplementedError
+
+    def failed(self, action: ev.Fail) -> None:
+        """The transfer has failed at this receiving engine."""
+        self.world.failed(self.world.flights.get(action.transfer_id))
+
+    def abort(self, flight: Flight) -> None:
+        """The client of ``flight`` is gone."""
+
+    def free(self, action: ev.Free) -> None:
+        """Blocks of a failed transfer are settled."""
+
+    def take_back(self, action: ev.TakeBack) -> None:
+        """Blocks of a transfer that gave way are ours again."""
+        raise NotImplementedError
+
+    def sent(self, action: ev.Finished) -> None:
+        """The transfer's verdict at this sending engine."""
+
+    def release(self, action: ev.Release) -> None:
+        """Nothing reads the source any more."""
+        raise NotImplementedError
+
+
+class Sending(Connector):
+    """The prefill side of push: holds each prompt's blocks until nothing reads them, and frees them at a poll."""
+
+    def __init__(self, world: World, engine: Engine) -> None:
+        super().__init__(world, engine)
+        self.held: dict[str, Request] = {}
+        self.freeable: list[Request] = []
+        self._at_work: dict[str, Request] = {}
+
+    def has_requests(self) -> bool:
+        return bool(self.held)
+
+    def _hold(self, request: Request, bytes_per_token: int, *, chunked: bool) -> None:
+        flight = request.flight
+        self._at_work[flight.id] = request
+        self.host.book(ev.Hold(flight.id, flight.input_len, bytes_per_token, chunked))
+
+    def started(self, request: Request, now: int) -> None:
+        flight = request.flight
+        if flight.prefill_start < 0:
+            flight.prefill_start = now
+            self.host.feed(ev.Computed(flight.id, 0, False))
+
+    def preempted(self, request: Request) -> None:
+        self.host.feed(ev.Preempted(request.flight.id))
+
+    def prefilled(self, request: Request, now: int) -> None:
+        flight = request.flight
+        flight.held_p = now
+        self.world.prefilled(flight, now)
+        if flight.id in self._at_work:
+            self.held[flight.id] = request
+        else:
+            self._free(request, now)
+
+    def release(self, action: ev.Release) -> None:
+        """Before the prompt is done (all packed), the blocks go when it is; after, at the next poll."""
+        request = self._at_work.pop(action.transfer_id)
+        if action.transfer_id in self.held:
+            self.freeable.append(request)
+            self.engine.kick()
+
+    def polls(self) -> bool:
+        return bool(self.held)
+
+    def pending(self) -> bool:
+        return bool(self.freeable)
+
+    def poll(self, now: int) -> list[Request]:
+        report, self.freeable = self.freeable, []
+        return report
+
+    def apply(self, report: list[Request], now: int) -> bool:
+        for request in report:
+            del self.held[request.flight.id]
+            self._free(request, now)
+        return True
+
+    def _free(self, request: Request, now: int) -> None:
+        flight = request.flight
+        self.engine.pool.give_back(request.blocks)
+        self.world.held_p += len(request.blocks) * (now - flight.held_p)
+        self.world.memory_span(flight, self.engine.name, flight.held_p, now)
+        self.world.done_at_p(flight)
+
+
+class Receiving(Connector):
+    """The decode side: requests whose cache is elsewhere, then loaded ones, then those that decode."""
+
+    def __init__(self, world: World, engine: Engine) -> None:
+        super().__init__(world, engine)
+        self.queue: deque[Request] = deque()
+        self.remote: dict[str, Request] = {}
+        self.loaded: deque[Request] = deque()
+
+    def has_requests(self) -> bool:
+        return bool(self.queue or self.remote or self.loaded)
+
+    def received(self, request: Request) -> None:
+        if request.flight.failed:
+            return
+        self.queue.append(request)
+
+    def polls(self) -> bool:
+        return bool(self.remote)
+
+    def apply(self, report: list[Request], now: int) -> bool:
+        for request in report:
+            flight = request.flight
+            if self.remote.pop(flight.id, None) is not None:
+                self.world.held_d += len(request.blocks) * (now - flight.held_d)
+                self.world.memory_span(flight, self.engine.name, flight.held_d, now)
+                self.loaded.append(request)
+        return False
+
+    def admit(self, now: int) -> None:
+        """Loaded requests first; then, while a place in the batch is free, everybody who waits (vLLM 0.26: waiting for KV takes no place)."""
+        engine = self.engine
+        while self.loaded and engine.running < engine.max_num_seqs:
+            engine.start(self.loaded.popleft())
+        while self.queue and engine.running < engine.max_num_seqs:
+            if not self.allocate(self.queue[0], now):
+                break
+            self.queue.popleft()
+
+    def free(self, action: ev.Free) -> None:
+        request = self.remote.pop(action.transfer_id, None)
+        if request is not None:
+            self.engine.pool.give_back(request.blocks)
+            self.engine.kick()
+
+    def allocate(self, request: Request, now: int) -> bool:
+        """Blocks for the prompt, and the start of whatever brings its cache. ``False``: there are none."""
+        raise NotImplementedError
+
+    def take_blocks(self, request: Request, now: int) -> bool:
+        """Allocate for the whole prompt, or not at all."""
+        need = -(-request.input_len // self.engine.block_size)
+        if need > len(self.engine.pool):
+            return False
+        request.blocks = self.engine.pool.take(need)
+        request.flight.held_d = now
+        return True
+
+    def abort(self, flight: Flight) -> None:
+        """The request is over for its client: it does not wait here any more. Blocks that a peer may write come back with ``free``."""
+        request = flight.d
+        if request is not None and request in self.queue:
+            self.queue.remove(request)

@@ -1,0 +1,141 @@
+"""One engine's side of the protocol: its endpoint and its ledger, fed with what happened, and their actions carried out.
+
+Translates and no more: every rule is in ``pushkv.model.protocol``. Ranks of an engine move in lockstep here, so one endpoint stands for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import simpy
+
+from pushkv.model.protocol import Endpoint, Ledger, Settings
+from pushkv.model.protocol import events as ev
+from pushkv.model.protocol import messages as msg
+from pushkv.sim.ticks import S_PER_TICK, ticks
+
+if TYPE_CHECKING:
+    from pushkv.sim.connector import Connector
+    from pushkv.sim.network import Network
+
+NEVER = float("inf")
+_LATE = 1000  # ticks: more than a rounding of seconds, so that a deadline is past when its timer goes off
+
+
+class Host:
+    """``connector`` does what only an engine can do: pack, post, allocate, free."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        name: str,
+        incarnation: int,
+        settings: Settings,
+        network: Network,
+        connector: Connector,
+    ) -> None:
+        self.env, self.name, self.network, self.connector = env, name, network, connector
+        self.settings = settings
+        self.endpoint = Endpoint(incarnation, settings)
+        self.ledger = Ledger(settings)
+        self.dead = False
+        self._paused_until = 0
+        self._armed = NEVER
+        carry: dict[type[ev.Record], Callable[[Any], None]] = {
+            ev.Send: self._send,
+            ev.Connect: self._connect,
+            ev.Disconnect: self._nothing,
+            ev.ToRank: self._command,
+            ev.ToRanks: self._command,
+            ev.Pack: connector.pack,
+            ev.Post: connector.post,
+            ev.Abandon: connector.abandon,
+            ev.Admit: connector.admitted,
+            ev.Ready: connector.ready_to_load,
+            ev.Fail: connector.failed,
+            ev.Free: connector.free,
+            ev.TakeBack: connector.take_back,
+            ev.Finished: connector.sent,
+            ev.Release: connector.release,
+        }
+        for report in (ev.Offered, ev.Landed, ev.Broken, ev.Settled, ev.Sent, ev.Released):
+            carry[report] = self._report
+        self._carry = carry
+
+    @property
+    def machine_steps(self) -> int:
+        """Steps that the machines have made."""
+        return self.endpoint.steps + self.ledger.steps
+
+    def feed(self, event: ev.Record) -> None:
+        """An event for the rank's machines."""
+        out: list[ev.Record] = []
+        self.endpoint.step((event,), self.env.now * S_PER_TICK, out)
+        carry = self._carry
+        for action in out:
+            carry[type(action)](action)
+        if self.endpoint.wake_at < self._armed:
+            self._arm()
+
+    def book(self, event: ev.Record) -> None:
+        """An event for the books."""
+        out: list[ev.Record] = []
+        self.ledger.step((event,), self.env.now * S_PER_TICK, out)
+        carry = self._carry
+        for action in out:
+            carry[type(action)](action)
+
+    def claim(self, handle: int) -> bool:
+        """The moment of posting."""
+        return self.endpoint.sender.claim(handle, self.env.now * S_PER_TICK)
+
+    def _arm(self) -> None:
+        self._armed = self.endpoint.wake_at
+        event = self.env.timeout(max(0, ticks(self._armed) + _LATE - self.env.now), self._armed)
+        event.callbacks.append(self._wake)
+
+    def _wake(self, event: simpy.Event) -> None:
+        if event.value != self._armed or self.dead:
+            return
+        if self.env.now < self._paused_until:
+            late = self.env.timeout(self._paused_until - self.env.now, event.value)
+            late.callbacks.append(self._wake)
+            return
+        self._armed = NEVER
+        now = self.env.now * S_PER_TICK
+        if self.endpoint.wake_at <= now:
+            out: list[ev.Record] = []
+            self.endpoint.step((), now, out)
+            for action in out:
+                self._carry[type(action)](action)
+        if self.endpoint.wake_at < self._armed:
+            self._arm()
+
+    def _send(self, action: ev.Send) -> None:
+        if not self.connector.carries(action.message):
+            self.network.send(self.name, action.link[0], action.message)
+
+    def receive(self, engine: str, message: msg.Message) -> None:
+        """``message`` has come from ``engine``."""
+        if self.env.now < self._paused_until:
+            event = self.env.timeout(self._paused_until - self.env.now)
+            event.callbacks.append(lambda _: self.receive(engine, message))
+        elif not self.dead:
+            self.connector.receive(ev.Received((engine, 0), message))
+
+    def pause(self, until: int) -> None:
+        """The process is stopped until ``until``: messages wait, timers go off late."""
+        self._paused_until = until
+
+    def _connect(self, action: ev.Connect) -> None:
+        self.feed(ev.Connected(action.link, action.incarnation))
+
+    def _command(self, action: Any) -> None:
+        self.feed(action.command)
+
+    def _report(self, action: ev.Record) -> None:
+        self.book(ev.FromRank(0, action))
+
+    def _nothing(self, action: ev.Record) -> None:
+        """Nothing to do for a simulated transport."""

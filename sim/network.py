@@ -1,0 +1,45 @@
+"""Control messages between engines: a delay, and what faults do to them.
+
+Decides when a message arrives, and drops it while its pair is partitioned. With ``encoded`` every message goes through the real encoding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import simpy
+
+from pushkv.model.protocol import decode, encode
+from pushkv.model.protocol.messages import Message
+from pushkv.sim.ticks import ticks
+
+if TYPE_CHECKING:
+    from pushkv.sim.host import Host
+
+
+class Network:
+    """``message_s``: one way, from engine to engine."""
+
+    def __init__(self, env: simpy.Environment, message_s: float, *, encoded: bool = False) -> None:
+        self._env = env
+        self._delay = ticks(message_s)
+        self._encoded = encoded
+        self.hosts: dict[str, Host] = {}
+        self.cut: set[frozenset[str]] = set()
+        self.messages = 0
+        self.dropped = 0
+
+    def send(self, source: str, destination: str, message: Message) -> None:
+        """Deliver ``message`` after the delay, unless the pair is cut when it is sent."""
+        self.messages += 1
+        if self.cut and frozenset((source, destination)) in self.cut:
+            self.dropped += 1
+            return
+        if self._encoded:
+            message = decode(encode(message))
+        event = self._env.timeout(self._delay, (source, destination, message))
+        event.callbacks.append(self._arrive)
+
+    def _arrive(self, event: simpy.Event) -> None:
+        source, destination, message = event.value
+        self.hosts[destination].receive(source, message)

@@ -1,0 +1,182 @@
+"""This project's connector: land first, admit later.
+
+P packs what a step computed in that step's shadow, its transfer thread writes it into landing memory, and D's scheduler admits the request
+when everything is there and scatters just before its first step. Direct, for what does not fit: D is admitted when P offers, P's
+thread posts block by block. Neither engine's thread posts or polls for it: the transfer threads drive themselves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pushkv.model.protocol import events as ev
+from pushkv.sim.connector import Receiving, Sending
+from pushkv.sim.request import Flight, Request
+
+if TYPE_CHECKING:
+    from pushkv.sim.engine import Engine, Part
+    from pushkv.sim.world import World
+
+
+class PushkvPrefill(Sending):
+    """P: gather on the device, write from the transfer thread."""
+
+    def __init__(self, world: World, engine: Engine) -> None:
+        super().__init__(world, engine)
+        self._thread_free = 0
+        self._poll = world.transfer_poll
+
+    def received(self, request: Request) -> None:
+        super().received(request)
+        self._hold(request, self.world.bytes_per_token, chunked=self.world.chunked)
+
+    def launched(self, parts: Sequence[Part], t: int) -> None:
+        """The gather of what this step computes is enqueued behind it; the next forward waits for it on the device."""
+        for request, new, before in parts:
+            flight = request.flight
+            if flight.packed and flight.id in self._at_work:
+                done = before + new
+                self.host.feed(ev.Computed(flight.id, done, done == flight.input_len))
+
+    def prefilled(self, request: Request, now: int) -> None:
+        super().prefilled(request, now)
+        flight = request.flight
+        if not flight.packed and flight.id in self._at_work:
+            self.host.feed(ev.Computed(flight.id, flight.input_len, True))
+
+    def pack(self, action: ev.Pack) -> None:
+        engine, world = self.engine, self.world
+        start = max(int(self.env.now), engine.gpu_free)
+        engine.gpu_free = start + world.gather_ticks(action.stop - action.start)
+        world.span(world.flights[action.transfer_id], f"{engine.name}/transfer", "gather", start, engine.gpu_free)
+        world.later(engine.gpu_free + self._poll, self._gathered, action.handle)
+
+    def _gathered(self, handle: int) -> None:
+        if not self.host.dead:
+            self.host.feed(ev.Packed(handle))
+
+    def post(self, action: ev.Post) -> None:
+        """The transfer thread posts as soon as it is free."""
+        world = self.world
+        flight = world.flights[action.transfer_id]
+        if action.packed:
+            descriptors = world.segments(action.stop - action.start)
+            flight.descriptors += descriptors * world.ranks
+        else:
+            descriptors = world.count_descriptors(flight)
+        post = world.post_ticks(flight, "WRITE", descriptors, whole=not action.packed)
+        start = max(int(self.env.now), self._thread_free)
+        self._thread_free = start + post
+        world.later(start, self._write, (action, start + post))
+
+    def _write(self, what: tuple[ev.Post, int]) -> None:
+        action, posted = what
+        if not self.host.dead and self.host.claim(action.handle):
+            flight = self.world.flights[action.transfer_id]
+            tokens = action.stop - action.start
+            self.world.transfer(
+                flight,
+                self.engine.name,
+                "WRITE",
+                posted,
+                self._arrived,
+                action.handle,
+                tokens=tokens,
+                packed=action.packed,
+            )
+
+    def _arrived(self, handle: int) -> None:
+        self.world.later(int(self.env.now) + self._poll, self._done, handle)
+
+    def _done(self, handle: int) -> None:
+        if not self.host.dead:
+            self.host.feed(ev.WriteDone(handle))
+
+
+class PushkvDecode(Receiving):
+    """D: no KV block before everything has landed (packed), or before P offers (direct)."""
+
+    def __init__(self, world: World, engine: Engine) -> None:
+        super().__init__(world, engine)
+        self.expecting: dict[str, Request] = {}
+        self._landed: deque[Request] = deque()
+        self._seen: list[Request] = []
+        self._told: set[str] = set()
+
+    def has_requests(self) -> bool:
+        return bool(self.expecting or self._landed) or super().has_requests()
+
+    def received(self, request: Request) -> None:
+        flight = request.flight
+        if flight.failed:
+            return
+        world = self.world
+        self.expecting[flight.id] = request
+        peer = world.prefill_name(flight)
+        segments = world.segments(flight.input_len) if flight.packed else 0
+        self.host.book(ev.Arrived(flight.id, peer, (((peer, 0),),), flight.input_len, flight.packed, segments))
+
+    def ready_to_load(self, action: ev.Ready) -> None:
+        """Packed: the scheduler may admit it at its next pass. Direct: the cache is in its blocks; the worker reports it with a step."""
+        if action.transfer_id in self.remote:
+            self._seen.append(self.remote[action.transfer_id])
+            self.host.book(ev.Loaded(action.transfer_id))
+        else:
+            self._landed.append(self.expecting.pop(action.transfer_id))
+        self.engine.kick()
+
+    def admitted(self, action: ev.Admit) -> None:
+        self.queue.append(self.expecting.pop(action.transfer_id))
+        self.engine.kick()
+
+    def take_back(self, action: ev.TakeBack) -> None:
+        request = self.remote.pop(action.transfer_id)
+        self.engine.pool.give_back(request.blocks)
+        request.blocks = type(request.blocks)("i")
+        self.expecting[action.transfer_id] = request
+        self.engine.kick()
+
+    def admit(self, now: int) -> None:
+        engine = self.engine
+        while self._landed and engine.running < engine.max_num_seqs and self.take_blocks(self._landed[0], now):
+            engine.start(self._landed.popleft())
+        super().admit(now)
+
+    def allocate(self, request: Request, now: int) -> bool:
+        flight = request.flight
+        if not self.take_blocks(request, now):
+            if not self.engine.running and flight.id not in self._told:
+                self._told.add(flight.id)
+                self.host.book(ev.Starved(flight.id))
+            return False
+        self._told.clear()
+        self.remote[flight.id] = request
+        self.host.book(ev.Allocated(flight.id, flight.id))
+        return True
+
+    def before_step(self, starting: Sequence[Request]) -> int:
+        """Landing memory is scattered into the fresh blocks before the step, in ``start_load_kv``."""
+        total = 0
+        for request in starting:
+            if request.flight.packed and request.first_step == self.engine.steps:
+                total += self.world.scatter_ticks(request.input_len)
+        return total
+
+    def first_token(self, request: Request, now: int) -> None:
+        flight = request.flight
+        if flight.packed and flight.first_token < 0:
+            self.host.book(ev.Loaded(flight.id))
+        super().first_token(request, now)
+
+    def pending(self) -> bool:
+        return bool(self._seen)
+
+    def poll(self, now: int) -> list[Request]:
+        report, self._seen = self._seen, []
+        return report
+
+    def abort(self, flight: Flight) -> None:
+        self.expecting.pop(flight.id, None)
+        super().abort(flight)

@@ -1,0 +1,137 @@
+"""Record what each actor did when, and write it for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
+
+Decides the file format and the names of the tracks. It does not decide what is worth recording: the world calls `span`,
+`instant` and `flow`, and passes no writer where nobody asked for a trace.
+
+A track is "process/thread", as in "P0/engine"; the constants below name the threads. A span that belongs to one request
+says so in its arguments: ``args={"request": id}``; the timeline picture is drawn from exactly these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from pushkv.sim.errors import BadInput
+
+__all__ = ["ENGINE", "MEMORY", "TRANSFER", "WIRE", "Flow", "Instant", "Span", "TraceWriter"]
+
+ENGINE = "engine"  # steps of a forward pass, and whatever else runs on the engine's thread
+TRANSFER = "transfer"  # the connector's transfer thread: posting, gather and scatter
+MEMORY = "memory"  # KV blocks or landing segments that are held for a request
+WIRE = "wire"  # process of the links; one thread per link
+
+Phase = Literal["s", "t", "f"]
+
+_US_PER_S = 1e6
+
+
+class Span(NamedTuple):
+    """Something that an actor did from ``start_s`` to ``end_s``."""
+
+    track: str
+    name: str
+    start_s: float
+    end_s: float
+    args: Mapping[str, Any] | None
+
+
+class Instant(NamedTuple):
+    """Something that happened at ``at_s``."""
+
+    track: str
+    name: str
+    at_s: float
+    args: Mapping[str, Any] | None
+
+
+class Flow(NamedTuple):
+    """One point of an arrow between tracks: ``phase`` s starts it, t passes through, f ends it."""
+
+    id: int | str
+    track: str
+    at_s: float
+    phase: Phase
+
+
+class TraceWriter:
+    """Collects spans, instants and flows in memory; `write` makes the JSON file. All times in simulated seconds."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.instants: list[Instant] = []
+        self.flows: list[Flow] = []
+
+    def span(self, track: str, name: str, start_s: float, end_s: float, args: Mapping[str, Any] | None = None) -> None:
+        """Record work on ``track`` from ``start_s`` to ``end_s``."""
+        self.spans.append(Span(track, name, start_s, end_s, args))
+
+    def instant(self, track: str, name: str, at_s: float, args: Mapping[str, Any] | None = None) -> None:
+        """Record a point in time on ``track``."""
+        self.instants.append(Instant(track, name, at_s, args))
+
+    def flow(self, id: int | str, track: str, at_s: float, phase: Phase) -> None:
+        """Record a point of the arrow ``id``; viewers hang it on the span that covers ``at_s`` on ``track``."""
+        self.flows.append(Flow(id, track, at_s, phase))
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """The trace as Chrome trace events, the names of the tracks first."""
+        tracks = {row.track for rows in (self.spans, self.instants, self.flows) for row in rows}
+        processes: dict[str, int] = {}
+        places: dict[str, dict[str, int]] = {}
+        for track in sorted(tracks, key=_order):
+            process, _, thread = track.partition("/")
+            if process not in processes:
+                processes[process] = len(processes) + 1
+                yield _named("process", {"pid": processes[process]}, process)
+            place = {"pid": processes[process], "tid": len(places) + 1}
+            places[track] = place
+            yield _named("thread", place, thread or process)
+        for span in self.spans:
+            event = {"ph": "X", "name": span.name, "cat": "kv", "ts": span.start_s * _US_PER_S, **places[span.track]}
+            event["dur"] = (span.end_s - span.start_s) * _US_PER_S
+            if span.args:
+                event["args"] = dict(span.args)
+            yield event
+        for instant in self.instants:
+            event = {"ph": "i", "s": "t", "name": instant.name, "cat": "kv", "ts": instant.at_s * _US_PER_S}
+            event |= places[instant.track]
+            if instant.args:
+                event["args"] = dict(instant.args)
+            yield event
+        for flow in self.flows:
+            event = {"ph": flow.phase, "id": flow.id, "name": "transfer", "cat": "kv", "ts": flow.at_s * _US_PER_S}
+            event |= places[flow.track]
+            if flow.phase == "f":
+                event["bp"] = "e"  # end on the span around this point, not on the next one
+            yield event
+
+    def write(self, path: str | Path) -> None:
+        """Write the trace; raises `BadInput` where the file cannot be written."""
+        encode = msgspec.json.Encoder().encode
+        try:
+            with Path(path).open("wb") as file:
+                file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
+                separator = b"\n"
+                for event in self.events():
+                    file.write(separator + encode(event))
+                    separator = b",\n"
+                file.write(b"\n]}\n")
+        except OSError as error:
+            raise BadInput(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _named(kind: str, place: Mapping[str, int], name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{kind}_name", **place, "args": {"name": name}}
+
+
+def _order(track: str) -> tuple[int, str, int, str]:
+    """P engines first, then the wires, then D engines, each in order of their number."""
+    process, _, thread = track.partition("/")
+    letters = process.rstrip("0123456789")
+    number = process[len(letters) :]
+    rank = {"router": 0, "P": 1, WIRE: 2, "D": 3}.get(letters, 4)
+    return rank, letters, int(number or 0), thread
