@@ -1,13 +1,15 @@
 """vLLM's own two connectors, as 0.26 has them, on this project's machines.
 
-Pull (``NixlConnector``): D admits after the prefill leg, posts READs on its engine thread, sees completions once a step. Push (``NixlPushConnector``): D
-admits at once and holds its blocks; P's writer thread posts after the whole prompt, one transfer at a time; NIXL tells D when P's engine looks at the
-finished handle, so a write that completes while P launches its next prefill waits for that; D reads its notifications when a step wakes the
-thread, so it acts on them one look later. All of this is read from the sources of vLLM 0.26 and NIXL 1.5.
+Pull (``NixlConnector``): D admits after the prefill leg, posts READs on its engine thread, sees completions once a
+step. Push (``NixlPushConnector``): D admits at once and holds its blocks; P's writer thread posts after the whole
+prompt, one transfer at a time; NIXL tells D when P's engine looks at the finished handle, so a write that completes
+while P launches its next prefill waits for that; D reads its notifications when a step wakes the thread, so it acts
+on them one look later. All of this is read from the sources of vLLM 0.26 and NIXL 1.5.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pushkv.model.protocol import events as ev
@@ -27,14 +29,10 @@ class PushPrefill(Sending):
 
     def __init__(self, world: World, engine: Engine) -> None:
         super().__init__(world, engine)
-        self._fresh: list[ev.Post] = []
-        self._under_way = 0
+        self.fresh: list[ev.Post] = []
+        self.watched = self._under_way = dict[int, None]()
         self._landed: list[int] = []
         self._writer_free = 0
-
-    @property
-    def posting(self) -> bool:  # type: ignore[override]
-        return bool(self._fresh)
 
     def received(self, request: Request) -> None:
         super().received(request)
@@ -48,49 +46,46 @@ class PushPrefill(Sending):
 
     def post(self, action: ev.Post) -> None:
         """The writer thread gets its work with the next step."""
-        self._fresh.append(action)
+        self.fresh.append(action)
         self.engine.kick()
 
     def pre_forward(self, t: int) -> int:
-        fresh, self._fresh = self._fresh, []
+        fresh, self.fresh = self.fresh, []
         for action in fresh:
             flight = self.world.flights[action.transfer_id]
+            pieces = self.world.transfers.pieces(flight)
             start = max(t, self._writer_free)
-            post = self.world.post_ticks(flight, "WRITE", flight.descriptors or self.world.count_descriptors(flight))
-            self._writer_free = start + post
-            self._under_way += 1
-            self.world.later(start, self._write, action)
+            self._writer_free = start + self.world.transfers.post(flight, pieces)
+            self._under_way[action.handle] = None
+            self.world.later(start, self._write, (action, pieces, self._writer_free))
         return t
 
-    def _write(self, action: ev.Post) -> None:
-        if not self.host.claim(action.handle):
-            self._under_way -= 1
-            return
-        flight = self.world.flights[action.transfer_id]
-        self.world.transfer(
-            flight, self.engine.name, "WRITE", int(self.env.now) + flight.post, self._arrived, action.handle
-        )
+    def _write(self, what: tuple[ev.Post, int, int]) -> None:
+        action, pieces, posted = what
+        if self.host.claim(action.handle):
+            flight = self.world.flights[action.transfer_id]
+            self.world.transfers.move(
+                flight, flight.input_len, pieces, posted, 0, self._arrived, action.handle, packed=False
+            )
+        else:
+            del self._under_way[action.handle]
 
     def _arrived(self, handle: int) -> None:
-        self._under_way -= 1
         self._landed.append(handle)
+        self.news += 1
         self.engine.kick()
-
-    def polls(self) -> bool:
-        return bool(self._under_way or self._landed or self.freeable)
-
-    def pending(self) -> bool:
-        return bool(self._landed or self.freeable)
 
     def poll(self, now: int) -> list[Request]:
         landed, self._landed = self._landed, []
         for handle in landed:
+            del self._under_way[handle]
             self.host.feed(ev.WriteDone(handle))
         return super().poll(now)
 
 
 class PushDecode(Receiving):
-    """D of vLLM's push: admits early. What it cannot admit is announced without memory, so that the give-way of rule 8 can work."""
+    """D of vLLM's push: admits early. What it cannot admit is announced without memory, so that the give-way of rule
+    8 can work."""
 
     def __init__(self, world: World, engine: Engine) -> None:
         super().__init__(world, engine)
@@ -142,36 +137,35 @@ class PushDecode(Receiving):
     def receive(self, event: ev.Received) -> None:
         if isinstance(event.message, _KEPT_TILL_POLL):
             self._inbox.append(event)
+            self.news += 1
             self.engine.kick()
         else:
             self.host.feed(event)
-
-    def pending(self) -> bool:
-        return bool(self._inbox or self._seen)
 
     def poll(self, now: int) -> list[Request]:
         report, self._seen = self._seen, []
         inbox, self._inbox = self._inbox, []
         for event in inbox:
             self.host.feed(event)
+        self.news = len(self._seen)
         return report
 
     def ready_to_load(self, action: ev.Ready) -> None:
         self._seen.append(self.remote[action.transfer_id])
+        self.news += 1
         self.host.book(ev.Loaded(action.transfer_id))
 
 
 class PullPrefill(Connector):
-    """P of vLLM's pull: exposes a finished prompt's blocks through the router and holds them until D says that it has read them."""
+    """P of vLLM's pull: exposes a finished prompt's blocks through the router and holds them until D says that it has
+    read them."""
 
     def __init__(self, world: World, engine: Engine) -> None:
         super().__init__(world, engine)
         self.held: dict[str, Request] = {}
         self._inbox: list[ev.Received] = []
         self._read: list[Request] = []
-
-    def has_requests(self) -> bool:
-        return bool(self.held)
+        self.watched = self.held
 
     def started(self, request: Request, now: int) -> None:
         if request.flight.prefill_start < 0:
@@ -197,21 +191,17 @@ class PullPrefill(Connector):
     def receive(self, event: ev.Received) -> None:
         if isinstance(event.message, _KEPT_TILL_POLL):
             self._inbox.append(event)
+            self.news += 1
             self.engine.kick()
         else:
             self.host.feed(event)
-
-    def polls(self) -> bool:
-        return bool(self.held)
-
-    def pending(self) -> bool:
-        return bool(self._inbox)
 
     def poll(self, now: int) -> list[Request]:
         inbox, self._inbox = self._inbox, []
         for event in inbox:
             self.host.feed(event)
         report, self._read = self._read, []
+        self.news = 0
         return report
 
     def ready_to_load(self, action: ev.Ready) -> None:
@@ -224,12 +214,14 @@ class PullPrefill(Connector):
 
     def free(self, action: ev.Free) -> None:
         self._read.append(self.held[action.transfer_id])
+        self.news += 1
         self.engine.kick()
 
-    def apply(self, report: list[Request], now: int) -> bool:
+    def apply(self, report: Sequence[Request], now: int) -> bool:
         for request in report:
             flight = request.flight
             del self.held[flight.id]
+            self.engine.open -= 1
             self.engine.pool.give_back(request.blocks)
             self.world.held_p += len(request.blocks) * (now - flight.held_p)
             self.world.memory_span(flight, self.engine.name, flight.held_p, now)
@@ -242,13 +234,9 @@ class PullDecode(Receiving):
 
     def __init__(self, world: World, engine: Engine) -> None:
         super().__init__(world, engine)
-        self._fresh: list[ev.Post] = []
+        self.fresh: list[ev.Post] = []
         self._landed: list[int] = []
         self._seen: list[Request] = []
-
-    @property
-    def posting(self) -> bool:  # type: ignore[override]
-        return bool(self._fresh)
 
     def received(self, request: Request) -> None:
         flight = request.flight
@@ -265,36 +253,43 @@ class PullDecode(Receiving):
         return True
 
     def post(self, action: ev.Post) -> None:
-        self._fresh.append(action)
+        self.fresh.append(action)
 
     def pre_forward(self, t: int) -> int:
-        fresh, self._fresh = self._fresh, []
+        """vLLM posts once a step's inputs are prepared and looks after the launch: a READ is seen a step on.
+
+        Read from 0.26's ``execute_model``: inputs, ``start_load_kv``, forward, ``get_finished``.
+        """
+        prepare = self.engine.costs.decode_launch if self.engine.active else 0
+        t += prepare
+        fresh, self.fresh = self.fresh, []
         for action in fresh:
             if not self.host.claim(action.handle):
                 continue
             flight = self.world.flights[action.transfer_id]
-            post = self.world.post_ticks(flight, "READ", self.world.count_descriptors(flight))
-            self.world.later(t, self._read, (action, t + post))
-            t += post
-        return t
+            pieces = self.world.transfers.pieces(flight)
+            start, t = t, t + self.world.transfers.post(flight, pieces)
+            self.world.later(start, self._read, (action, pieces, t))
+        return t - prepare
 
-    def _read(self, what: tuple[ev.Post, int]) -> None:
-        action, posted = what
+    def _read(self, what: tuple[ev.Post, int, int]) -> None:
+        action, pieces, posted = what
         flight = self.world.flights[action.transfer_id]
-        self.world.transfer(flight, self.engine.name, "READ", posted, self._arrived, action.handle)
+        self.world.transfers.move(
+            flight, flight.input_len, pieces, posted, 0, self._arrived, action.handle, packed=False
+        )
 
     def _arrived(self, handle: int) -> None:
         self._landed.append(handle)
+        self.news += 1
         self.engine.kick()
-
-    def pending(self) -> bool:
-        return bool(self._landed or self._seen)
 
     def poll(self, now: int) -> list[Request]:
         landed, self._landed = self._landed, []
         for handle in landed:
             self.host.feed(ev.WriteDone(handle))
         report, self._seen = self._seen, []
+        self.news = 0
         return report
 
     def sent(self, action: ev.Finished) -> None:
@@ -308,6 +303,8 @@ class PullDecode(Receiving):
             return
         if request.flight.failed:
             self.remote.pop(action.transfer_id)
+            self.engine.open -= 1
             self.engine.pool.give_back(request.blocks)
         else:
             self._seen.append(request)
+            self.news += 1

@@ -1,24 +1,32 @@
 """A pool of KV blocks that hands out real block numbers in the order in which vLLM would.
 
-Decides which numbers a request gets, and thereby how many descriptors its transfer has. vLLM 0.26 puts freed blocks without a
-prefix-cache hash at the front of its free list, the request's last block first, and takes from the front: a stack. A prompt's
-blocks therefore come back in reverse at the next use, and descending neighbours cannot be merged into one descriptor.
+Decides which numbers a request gets, and thereby how many descriptors its transfer has. vLLM 0.26 puts freed blocks
+without a prefix-cache hash at the front of its free list, the request's last block first, and takes from the front: a
+stack. A prompt's blocks therefore come back in reverse at the next use, and descending neighbours cannot be merged
+into one descriptor. With prefix caching it is a queue: a cached prompt stays in the blocks of its first prefill,
+which lie in order.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 
 import numpy as np
 
 
 class BlockPool:
-    """``blocks`` KV blocks, all free at first. Block numbers start at 1 (vLLM keeps 0 as the null block)."""
+    """``blocks`` KV blocks, all free at first. Block numbers start at 1 (vLLM keeps 0 as the null block).
 
-    __slots__ = ("_free", "blocks", "fewest_free")
+    ``cached``: freed blocks keep what is in them and are taken again last, in the order in which their prompt holds
+    them.
+    """
 
-    def __init__(self, blocks: int) -> None:
+    __slots__ = ("_free", "blocks", "cached", "fewest_free")
+
+    def __init__(self, blocks: int, *, cached: bool = False) -> None:
         self.blocks = blocks
+        self.cached = cached
         self.fewest_free = blocks
         self._free = array("i", range(blocks, 0, -1))
 
@@ -37,16 +45,21 @@ class BlockPool:
             self.fewest_free = len(free)
         return taken
 
-    def take_one(self) -> int:
-        """One block, for one more stretch of decoded tokens."""
-        block = self._free.pop()
-        if len(self._free) < self.fewest_free:
-            self.fewest_free = len(self._free)
-        return block
+    def grow(self, lists: Iterable[array[int]]) -> None:
+        """One block more at the end of each of ``lists``, in their order, for one more stretch of decoded tokens."""
+        free = self._free
+        for blocks in lists:
+            blocks.append(free.pop())
+        if len(free) < self.fewest_free:
+            self.fewest_free = len(free)
 
     def give_back(self, blocks: array[int]) -> None:
-        """Free a request's blocks; its last one will be taken first."""
-        self._free.extend(blocks)
+        """Free a request's blocks; its last one will be taken first (``cached``: its first one, after all that is
+        free)."""
+        if self.cached:
+            self._free[:0] = blocks[::-1]
+        else:
+            self._free.extend(blocks)
 
     @property
     def peak_fraction(self) -> float:
@@ -55,7 +68,8 @@ class BlockPool:
 
 
 def runs(source: array[int], destination: array[int], blocks: int) -> int:
-    """How many runs of blocks ascend together on both sides, over the last ``blocks`` blocks of each: descriptors per region."""
+    """How many runs of blocks ascend together on both sides, over the last ``blocks`` blocks of each: descriptors per
+    region."""
     if blocks <= 0:
         return 0
     a = np.frombuffer(source, dtype=np.int32)[-blocks:]

@@ -1,12 +1,14 @@
-"""What a connector does for an engine, as vLLM and the protocol's host see it: the hooks of one and the actions of the other.
+"""What a connector does for an engine, as vLLM and the protocol's host see it: the hooks of one and the actions of
+the other.
 
-The base does nothing at every hook; each mode's two halves stand in ``baselines`` (vLLM's pull and push) and ``pushkv``.
+The base does nothing at every hook; each mode's two halves stand in ``baselines`` (vLLM's pull and push) and
+``pushkv``.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from pushkv.model.protocol import events as ev
@@ -14,16 +16,23 @@ from pushkv.model.protocol.messages import Message
 from pushkv.sim.request import Flight, Request
 
 if TYPE_CHECKING:
-    from pushkv.sim.engine import Engine, Part
+    from pushkv.sim.engine import Engine
     from pushkv.sim.host import Host
+    from pushkv.sim.scheduler import Part
     from pushkv.sim.world import World
 
 
 class Connector:
     """Hooks are called by the engine's loop at the simulated time; actions by the host while it carries out a step."""
 
-    posting = False
-    """Whether ``pre_forward`` has something to do."""
+    fresh: Sequence[ev.Post] = ()
+    """What ``pre_forward`` has to do."""
+    watched: Collection[object] = ()
+    """What ``poll`` may have something to say about: the engine's loop stops there only when this is not empty."""
+    registers_only = False
+    """Whether ``received`` can make nothing schedulable, so that the engine need not look up for it."""
+    news = 0
+    """How many things ``poll`` would find now."""
 
     def __init__(self, world: World, engine: Engine) -> None:
         self.world, self.engine, self.env = world, engine, world.env
@@ -32,13 +41,10 @@ class Connector:
 
     # ------------------------------------------------------------ hooks of the engine
 
-    def has_requests(self) -> bool:
-        """Whether the engine's loop must go on although it computes nothing."""
-        return False
-
     def received(self, request: Request) -> None:
         """The scheduler has taken ``request`` from its inbox."""
         self.engine.waiting.append(request)
+        self.engine.open += 1
 
     def started(self, request: Request, now: int) -> None:
         """``request`` is scheduled for the first time, or again after a preemption."""
@@ -52,6 +58,10 @@ class Connector:
     def admit(self, now: int) -> None:
         """Before scheduling: let in what has arrived, allocate for what may now wait for its cache."""
 
+    def blocked(self) -> bool:
+        """Whether somebody waits for blocks or for a place in the batch."""
+        return False
+
     def pre_forward(self, t: int) -> int:
         """On the engine's thread at ``t``, before the launch; returns when it has the thread again."""
         return t
@@ -63,19 +73,11 @@ class Connector:
     def launched(self, parts: Sequence[Part], t: int) -> None:
         """A step with chunks of prompts was launched; its end on the device is ``engine.gpu_free``."""
 
-    def polls(self) -> bool:
-        """Whether ``poll`` can find something in this pass."""
-        return False
-
-    def pending(self) -> bool:
-        """Whether ``poll`` would find something now."""
-        return False
-
     def poll(self, now: int) -> list[Request]:
         """After the launch: what has been sent or has come, to be reported with this step's output."""
         return []
 
-    def apply(self, report: list[Request], now: int) -> bool:
+    def apply(self, report: Sequence[Request], now: int) -> bool:
         """The scheduler learns of ``report``. ``True``: requests ended, so vLLM makes one more pass."""
         return False
 
@@ -149,9 +151,7 @@ class Sending(Connector):
         self.held: dict[str, Request] = {}
         self.freeable: list[Request] = []
         self._at_work: dict[str, Request] = {}
-
-    def has_requests(self) -> bool:
-        return bool(self.held)
+        self.watched = self.held
 
     def _hold(self, request: Request, bytes_per_token: int, *, chunked: bool) -> None:
         flight = request.flight
@@ -162,7 +162,6 @@ class Sending(Connector):
         flight = request.flight
         if flight.prefill_start < 0:
             flight.prefill_start = now
-            self.host.feed(ev.Computed(flight.id, 0, False))
 
     def preempted(self, request: Request) -> None:
         self.host.feed(ev.Preempted(request.flight.id))
@@ -181,19 +180,15 @@ class Sending(Connector):
         request = self._at_work.pop(action.transfer_id)
         if action.transfer_id in self.held:
             self.freeable.append(request)
+            self.news += 1
             self.engine.kick()
 
-    def polls(self) -> bool:
-        return bool(self.held)
-
-    def pending(self) -> bool:
-        return bool(self.freeable)
-
     def poll(self, now: int) -> list[Request]:
+        self.news = 0
         report, self.freeable = self.freeable, []
         return report
 
-    def apply(self, report: list[Request], now: int) -> bool:
+    def apply(self, report: Sequence[Request], now: int) -> bool:
         for request in report:
             del self.held[request.flight.id]
             self._free(request, now)
@@ -201,6 +196,7 @@ class Sending(Connector):
 
     def _free(self, request: Request, now: int) -> None:
         flight = request.flight
+        self.engine.open -= 1
         self.engine.pool.give_back(request.blocks)
         self.world.held_p += len(request.blocks) * (now - flight.held_p)
         self.world.memory_span(flight, self.engine.name, flight.held_p, now)
@@ -215,29 +211,26 @@ class Receiving(Connector):
         self.queue: deque[Request] = deque()
         self.remote: dict[str, Request] = {}
         self.loaded: deque[Request] = deque()
-
-    def has_requests(self) -> bool:
-        return bool(self.queue or self.remote or self.loaded)
+        self.watched = self.remote
 
     def received(self, request: Request) -> None:
-        if request.flight.failed:
-            return
-        self.queue.append(request)
+        if not request.flight.failed:
+            self.queue.append(request)
+            self.engine.open += 1
 
-    def polls(self) -> bool:
-        return bool(self.remote)
-
-    def apply(self, report: list[Request], now: int) -> bool:
+    def apply(self, report: Sequence[Request], now: int) -> bool:
         for request in report:
             flight = request.flight
             if self.remote.pop(flight.id, None) is not None:
                 self.world.held_d += len(request.blocks) * (now - flight.held_d)
                 self.world.memory_span(flight, self.engine.name, flight.held_d, now)
+                flight.landed = now
                 self.loaded.append(request)
         return False
 
     def admit(self, now: int) -> None:
-        """Loaded requests first; then, while a place in the batch is free, everybody who waits (vLLM 0.26: waiting for KV takes no place)."""
+        """Loaded requests first; then, while a place in the batch is free, everybody who waits (vLLM 0.26: waiting
+        for KV takes no place)."""
         engine = self.engine
         while self.loaded and engine.running < engine.max_num_seqs:
             engine.start(self.loaded.popleft())
@@ -249,8 +242,12 @@ class Receiving(Connector):
     def free(self, action: ev.Free) -> None:
         request = self.remote.pop(action.transfer_id, None)
         if request is not None:
+            self.engine.open -= 1
             self.engine.pool.give_back(request.blocks)
             self.engine.kick()
+
+    def blocked(self) -> bool:
+        return bool(self.queue or self.loaded)
 
     def allocate(self, request: Request, now: int) -> bool:
         """Blocks for the prompt, and the start of whatever brings its cache. ``False``: there are none."""
@@ -266,7 +263,9 @@ class Receiving(Connector):
         return True
 
     def abort(self, flight: Flight) -> None:
-        """The request is over for its client: it does not wait here any more. Blocks that a peer may write come back with ``free``."""
+        """The request is over for its client: it does not wait here any more. Blocks that a peer may write come back
+        with ``free``."""
         request = flight.d
         if request is not None and request in self.queue:
             self.queue.remove(request)
+            self.engine.open -= 1

@@ -1,7 +1,8 @@
-"""What a step costs one engine, in ticks: ``pushkv.model.timing`` with the host's part and the device's part kept apart.
+"""What a step costs one engine, in ticks: ``pushkv.model.timing`` with the host's part and the device's part kept
+apart.
 
-Decides only rounding. A decode step is a whole number of ticks plus a whole number per token of context, so that a thousand of them
-can be summed exactly.
+Decides only rounding. A decode step is a whole number of ticks plus a whole number per token of context, so that a
+thousand of them can be summed exactly.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class StepCosts:
     ) -> tuple[int, int]:
         """A step with chunks of prompts, launched at ``t`` on a device that is free at ``start``.
 
-        Returns how long the launch takes the host (more kernels than the launch queue holds: it waits for the device), and
-        when the device is done.
+        Returns how long the launch takes the host (more kernels than the launch queue holds: it waits for the
+        device), and when the device is done.
         """
         cost = self.cost
         chunks = [(new, before) for _, new, before in parts]

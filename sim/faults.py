@@ -1,8 +1,9 @@
 """What goes wrong in a run: engines that are killed or paused, pairs that are cut from each other.
 
-Decides what a fault does to the simulated machines. What follows from it is the protocol's business. A killed engine answers nothing and its
-clients get errors at once; writes that it had posted still land. It comes back after ``duration_s`` as another incarnation with an
-empty cache. A cut drops control messages both ways; bytes that are under way arrive.
+Decides what a fault does to the simulated machines. What follows from it is the protocol's business. A killed engine
+answers nothing and its clients get errors at once; writes that it had posted still land. It comes back after
+``duration_s`` as another incarnation with an empty cache. A cut drops control messages both ways; bytes that are
+under way arrive.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Faults:
 
     def _strike(self, fault: Fault) -> None:
         world = self._world
-        end = None if fault.duration_s is None else int(world.env.now) + ticks(fault.duration_s)
+        end = None if fault.duration_s is None else world.env.ticks + ticks(fault.duration_s)
         if fault.kind == "partition":
             pair = frozenset(fault.target.split("-"))
             world.network.cut.add(pair)

@@ -1,6 +1,8 @@
-"""One engine's side of the protocol: its endpoint and its ledger, fed with what happened, and their actions carried out.
+"""One engine's side of the protocol: its endpoint and its ledger, fed with what happened, and their actions carried
+out.
 
-Translates and no more: every rule is in ``pushkv.model.protocol``. Ranks of an engine move in lockstep here, so one endpoint stands for all.
+Translates and no more: every rule is in ``pushkv.model.protocol``. Ranks of an engine move in lockstep here, so one
+endpoint stands for all.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import simpy
 from pushkv.model.protocol import Endpoint, Ledger, Settings
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
+from pushkv.sim.clock import Clock
 from pushkv.sim.ticks import S_PER_TICK, ticks
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ class Host:
 
     def __init__(
         self,
-        env: simpy.Environment,
+        env: Clock,
         name: str,
         incarnation: int,
         settings: Settings,
@@ -71,7 +74,7 @@ class Host:
     def feed(self, event: ev.Record) -> None:
         """An event for the rank's machines."""
         out: list[ev.Record] = []
-        self.endpoint.step((event,), self.env.now * S_PER_TICK, out)
+        self.endpoint.step((event,), self.env.ticks * S_PER_TICK, out)
         carry = self._carry
         for action in out:
             carry[type(action)](action)
@@ -81,29 +84,27 @@ class Host:
     def book(self, event: ev.Record) -> None:
         """An event for the books."""
         out: list[ev.Record] = []
-        self.ledger.step((event,), self.env.now * S_PER_TICK, out)
+        self.ledger.step((event,), self.env.ticks * S_PER_TICK, out)
         carry = self._carry
         for action in out:
             carry[type(action)](action)
 
     def claim(self, handle: int) -> bool:
         """The moment of posting."""
-        return self.endpoint.sender.claim(handle, self.env.now * S_PER_TICK)
+        return self.endpoint.sender.claim(handle, self.env.ticks * S_PER_TICK)
 
     def _arm(self) -> None:
         self._armed = self.endpoint.wake_at
-        event = self.env.timeout(max(0, ticks(self._armed) + _LATE - self.env.now), self._armed)
-        event.callbacks.append(self._wake)
+        self.env.call(max(self.env.ticks, ticks(self._armed) + _LATE), self._wake, self._armed)
 
     def _wake(self, event: simpy.Event) -> None:
         if event.value != self._armed or self.dead:
             return
-        if self.env.now < self._paused_until:
-            late = self.env.timeout(self._paused_until - self.env.now, event.value)
-            late.callbacks.append(self._wake)
+        if self.env.ticks < self._paused_until:
+            self.env.call(self._paused_until, self._wake, event.value)
             return
         self._armed = NEVER
-        now = self.env.now * S_PER_TICK
+        now = self.env.ticks * S_PER_TICK
         if self.endpoint.wake_at <= now:
             out: list[ev.Record] = []
             self.endpoint.step((), now, out)
@@ -118,9 +119,8 @@ class Host:
 
     def receive(self, engine: str, message: msg.Message) -> None:
         """``message`` has come from ``engine``."""
-        if self.env.now < self._paused_until:
-            event = self.env.timeout(self._paused_until - self.env.now)
-            event.callbacks.append(lambda _: self.receive(engine, message))
+        if self.env.ticks < self._paused_until:
+            self.env.call(self._paused_until, lambda _: self.receive(engine, message), None)
         elif not self.dead:
             self.connector.receive(ev.Received((engine, 0), message))
 

@@ -1,6 +1,7 @@
 """Control messages between engines: a delay, and what faults do to them.
 
-Decides when a message arrives, and drops it while its pair is partitioned. With ``encoded`` every message goes through the real encoding.
+Decides when a message arrives, and drops it while its pair is partitioned. With ``encoded`` every message goes
+through the real encoding.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import simpy
 
 from pushkv.model.protocol import decode, encode
 from pushkv.model.protocol.messages import Message
+from pushkv.sim.clock import Clock
 from pushkv.sim.ticks import ticks
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 class Network:
     """``message_s``: one way, from engine to engine."""
 
-    def __init__(self, env: simpy.Environment, message_s: float, *, encoded: bool = False) -> None:
+    def __init__(self, env: Clock, message_s: float, *, encoded: bool = False) -> None:
         self._env = env
         self._delay = ticks(message_s)
         self._encoded = encoded
@@ -37,9 +39,8 @@ class Network:
             return
         if self._encoded:
             message = decode(encode(message))
-        event = self._env.timeout(self._delay, (source, destination, message))
-        event.callbacks.append(self._arrive)
+        self._env.call(self._env.ticks + self._delay, self._arrive, (source, destination, message))
 
     def _arrive(self, event: simpy.Event) -> None:
-        source, destination, message = event.value
+        source, destination, message = event._value
         self.hosts[destination].receive(source, message)

@@ -1,8 +1,9 @@
 """This project's connector: land first, admit later.
 
-P packs what a step computed in that step's shadow, its transfer thread writes it into landing memory, and D's scheduler admits the request
-when everything is there and scatters just before its first step. Direct, for what does not fit: D is admitted when P offers, P's
-thread posts block by block. Neither engine's thread posts or polls for it: the transfer threads drive themselves.
+P packs what a step computed in that step's shadow, its transfer thread writes it into landing memory, and D's
+scheduler admits the request when everything is there and scatters just before its first step. Direct, for what does
+not fit: D is admitted when P offers, P's thread posts block by block. Neither engine's thread posts or polls for it:
+the transfer threads drive themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pushkv.sim.connector import Receiving, Sending
 from pushkv.sim.request import Flight, Request
 
 if TYPE_CHECKING:
-    from pushkv.sim.engine import Engine, Part
+    from pushkv.sim.engine import Engine
+    from pushkv.sim.scheduler import Part
     from pushkv.sim.world import World
 
 
@@ -30,7 +32,14 @@ class PushkvPrefill(Sending):
 
     def received(self, request: Request) -> None:
         super().received(request)
-        self._hold(request, self.world.bytes_per_token, chunked=self.world.chunked)
+        self._hold(request, self.world.transfers.bytes_per_token, chunked=self.world.chunked)
+
+    def started(self, request: Request, now: int) -> None:
+        """A direct transfer is offered when its prefill starts; a packed one with its first chunk, in this same pass."""
+        flight = request.flight
+        if flight.prefill_start < 0 and not flight.packed:
+            self.host.feed(ev.Computed(flight.id, 0, False))
+        super().started(request, now)
 
     def launched(self, parts: Sequence[Part], t: int) -> None:
         """The gather of what this step computes is enqueued behind it; the next forward waits for it on the device."""
@@ -38,6 +47,8 @@ class PushkvPrefill(Sending):
             flight = request.flight
             if flight.packed and flight.id in self._at_work:
                 done = before + new
+                if flight.landing < 0:
+                    flight.landing = self.env.ticks  # D grants within two messages
                 self.host.feed(ev.Computed(flight.id, done, done == flight.input_len))
 
     def prefilled(self, request: Request, now: int) -> None:
@@ -48,8 +59,8 @@ class PushkvPrefill(Sending):
 
     def pack(self, action: ev.Pack) -> None:
         engine, world = self.engine, self.world
-        start = max(int(self.env.now), engine.gpu_free)
-        engine.gpu_free = start + world.gather_ticks(action.stop - action.start)
+        start = max(self.env.ticks, engine.gpu_free)
+        engine.gpu_free = start + world.transfers.gather(action.stop - action.start)
         world.span(world.flights[action.transfer_id], f"{engine.name}/transfer", "gather", start, engine.gpu_free)
         world.later(engine.gpu_free + self._poll, self._gathered, action.handle)
 
@@ -61,34 +72,26 @@ class PushkvPrefill(Sending):
         """The transfer thread posts as soon as it is free."""
         world = self.world
         flight = world.flights[action.transfer_id]
-        if action.packed:
-            descriptors = world.segments(action.stop - action.start)
-            flight.descriptors += descriptors * world.ranks
+        transfers = world.transfers
+        pieces = transfers.segments(action.stop - action.start) if action.packed else transfers.pieces(flight)
+        now = self.env.ticks
+        start = max(now, self._thread_free)
+        self._thread_free = start + transfers.post(flight, pieces)
+        what = (action, pieces, self._thread_free)
+        if start == now:
+            self._write(what)
         else:
-            descriptors = world.count_descriptors(flight)
-        post = world.post_ticks(flight, "WRITE", descriptors, whole=not action.packed)
-        start = max(int(self.env.now), self._thread_free)
-        self._thread_free = start + post
-        world.later(start, self._write, (action, start + post))
+            world.later(start, self._write, what)
 
-    def _write(self, what: tuple[ev.Post, int]) -> None:
-        action, posted = what
-        if not self.host.dead and self.host.claim(action.handle):
-            flight = self.world.flights[action.transfer_id]
-            tokens = action.stop - action.start
-            self.world.transfer(
-                flight,
-                self.engine.name,
-                "WRITE",
-                posted,
-                self._arrived,
-                action.handle,
-                tokens=tokens,
-                packed=action.packed,
-            )
-
-    def _arrived(self, handle: int) -> None:
-        self.world.later(int(self.env.now) + self._poll, self._done, handle)
+    def _write(self, what: tuple[ev.Post, int, int]) -> None:
+        action, pieces, posted = what
+        if self.host.dead or not self.host.claim(action.handle):
+            return
+        world, tokens = self.world, action.stop - action.start
+        flight = world.flights[action.transfer_id]
+        world.transfers.move(
+            flight, tokens, pieces, posted, self._poll, self._done, action.handle, packed=action.packed
+        )
 
     def _done(self, handle: int) -> None:
         if not self.host.dead:
@@ -98,6 +101,8 @@ class PushkvPrefill(Sending):
 class PushkvDecode(Receiving):
     """D: no KV block before everything has landed (packed), or before P offers (direct)."""
 
+    registers_only = True
+
     def __init__(self, world: World, engine: Engine) -> None:
         super().__init__(world, engine)
         self.expecting: dict[str, Request] = {}
@@ -105,26 +110,28 @@ class PushkvDecode(Receiving):
         self._seen: list[Request] = []
         self._told: set[str] = set()
 
-    def has_requests(self) -> bool:
-        return bool(self.expecting or self._landed) or super().has_requests()
-
     def received(self, request: Request) -> None:
         flight = request.flight
         if flight.failed:
             return
         world = self.world
         self.expecting[flight.id] = request
+        self.engine.open += 1
         peer = world.prefill_name(flight)
-        segments = world.segments(flight.input_len) if flight.packed else 0
+        segments = world.transfers.segments(flight.input_len) if flight.packed else 0
         self.host.book(ev.Arrived(flight.id, peer, (((peer, 0),),), flight.input_len, flight.packed, segments))
 
     def ready_to_load(self, action: ev.Ready) -> None:
-        """Packed: the scheduler may admit it at its next pass. Direct: the cache is in its blocks; the worker reports it with a step."""
+        """Packed: the scheduler may admit it at its next pass. Direct: the cache is in its blocks; the worker reports
+        it with a step."""
         if action.transfer_id in self.remote:
             self._seen.append(self.remote[action.transfer_id])
+            self.news += 1
             self.host.book(ev.Loaded(action.transfer_id))
         else:
-            self._landed.append(self.expecting.pop(action.transfer_id))
+            request = self.expecting.pop(action.transfer_id)
+            request.flight.landed = self.env.ticks
+            self._landed.append(request)
         self.engine.kick()
 
     def admitted(self, action: ev.Admit) -> None:
@@ -144,6 +151,9 @@ class PushkvDecode(Receiving):
             engine.start(self._landed.popleft())
         super().admit(now)
 
+    def blocked(self) -> bool:
+        return bool(self._landed) or super().blocked()
+
     def allocate(self, request: Request, now: int) -> bool:
         flight = request.flight
         if not self.take_blocks(request, now):
@@ -161,22 +171,25 @@ class PushkvDecode(Receiving):
         total = 0
         for request in starting:
             if request.flight.packed and request.first_step == self.engine.steps:
-                total += self.world.scatter_ticks(request.input_len)
+                start = max(self.engine.gpu_free, self.env.ticks) + total
+                cost = self.world.transfers.scatter(request.input_len)
+                self.world.span(request.flight, f"{self.engine.name}/transfer", "scatter", start, start + cost)
+                total += cost
         return total
 
     def first_token(self, request: Request, now: int) -> None:
         flight = request.flight
         if flight.packed and flight.first_token < 0:
             self.host.book(ev.Loaded(flight.id))
+            self.world.span(flight, f"{self.engine.name}/memory", "landing memory", flight.landing, now)
         super().first_token(request, now)
-
-    def pending(self) -> bool:
-        return bool(self._seen)
 
     def poll(self, now: int) -> list[Request]:
         report, self._seen = self._seen, []
+        self.news = 0
         return report
 
     def abort(self, flight: Flight) -> None:
-        self.expecting.pop(flight.id, None)
+        if self.expecting.pop(flight.id, None) is not None:
+            self.engine.open -= 1
         super().abort(flight)

@@ -37,7 +37,7 @@ class Flight:
 
     __slots__ = (
         "arrival", "bytes", "d", "decode", "descriptors", "failed", "first_token", "held_d", "held_p", "id", "index", "input_len",
-        "leg_end", "output_len", "over", "p", "packed", "per_rank", "post", "prefill", "prefill_start", "register", "wire",
+        "landed", "landing", "leg_end", "output_len", "over", "p", "packed", "post", "prefill", "prefill_start", "register", "wire",
     )  # fmt: skip
 
     def __init__(self, index: int, arrival: int, input_len: int, output_len: int) -> None:
@@ -49,9 +49,9 @@ class Flight:
         self.prefill = self.decode = 0
         self.p: Request | None = None
         self.d: Request | None = None
-        self.leg_end = self.first_token = -1
+        self.leg_end = self.first_token = self.landed = self.landing = -1
         self.bytes = self.descriptors = 0
-        self.post = self.wire = self.per_rank = 0
+        self.post = self.wire = 0
         self.held_p = self.held_d = self.prefill_start = -1
         self.packed = self.failed = self.over = False
         self.register: Any = None

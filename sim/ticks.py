@@ -1,7 +1,7 @@
 """Simulated time is whole picoseconds.
 
-Sums of whole numbers are exact and associative, so the engines may jump over a thousand equal steps and arrive at the same tick as
-one that took each of them: fast paths cannot change a result. The protocol gets seconds.
+Sums of whole numbers are exact and associative, so the engines may jump over a thousand equal steps and arrive at the
+same tick as one that took each of them: fast paths cannot change a result. The protocol gets seconds.
 """
 
 from __future__ import annotations

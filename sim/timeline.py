@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pushkv.sim.errors import BadInput
-from pushkv.sim.trace import ENGINE, MEMORY, TRANSFER, WIRE, Span, TraceWriter
+from pushkv.sim.trace import ENGINE, MEMORY, QUEUE, STEPS, TRANSFER, WIRE, Span, TraceWriter
 
 __all__ = ["FIRST_TOKEN", "PREFILL", "Story", "draw", "finding", "story"]
 
@@ -23,9 +23,12 @@ PREFILL = "prefill"
 """Name of the spans on a P engine that compute a request's prompt."""
 
 _ALWAYS = ("P engine", "P transfer", "wire", "D engine", "D memory held")
-_LANES = ("P engine", "P transfer", "P memory held", "wire", "D transfer", "D engine", "D memory held")
-_THREADS = {ENGINE: "engine", TRANSFER: "transfer", MEMORY: "memory held"}
+_LANES = (
+    "P waits", "P engine", "P transfer", "P memory held", "wire", "D transfer", "D memory held", "D waits", "D engine",
+)  # fmt: skip
+_THREADS = {ENGINE: "engine", STEPS: "engine", TRANSFER: "transfer", MEMORY: "memory held", QUEUE: "waits"}
 
+_FOR_OTHERS = "post for others"
 # Okabe-Ito hues, toned down; what is moved is warm, what is computed is cool, what merely waits is pale.
 _COLOURS = {
     "prefill": "#3b6ea5",
@@ -35,8 +38,9 @@ _COLOURS = {
     "post": "#c8553d",
     "write": "#d98c3f",
     "read": "#d98c3f",
-    "queue": "#d9dde2",
+    _FOR_OTHERS: "#e5a998",
 }
+_STEP_COLOURS = {"P engine": "#c5d4e5", "D engine": "#bcd6ca"}
 _LANE_COLOURS = {
     "P engine": "#3b6ea5",
     "P transfer": "#c8553d",
@@ -45,7 +49,11 @@ _LANE_COLOURS = {
     "D transfer": "#c8553d",
     "D engine": "#4f8a70",
     "D memory held": "#e4c9d3",
+    "P waits": "#d9dde2",
+    "D waits": "#d9dde2",
 }
+
+_PALE = ("memory held", "waits")
 _INK = "#22272e"
 _SOFT = "#6b7480"
 _RULE = "#e6e9ed"
@@ -78,19 +86,32 @@ class Story:
 
 
 def story(mode: str, trace: TraceWriter, request: int | str, note: str = "") -> Story:
-    """The spans of ``trace`` that belong to ``request``; it arrives where the first of them starts.
+    """The spans of ``trace`` that belong to ``request``, and what its engines do for others until its first token.
+
+    It arrives where the first of its spans starts.
 
     Raises `BadInput` where the trace does not hold the request or its first token.
     """
     spans = [span for span in trace.spans if span.args and span.args.get("request") == request]
     tokens = [
-        instant.at_s
+        instant
         for instant in trace.instants
         if instant.name == FIRST_TOKEN and instant.args and instant.args.get("request") == request
     ]
     if not spans or not tokens:
         raise BadInput(f"the trace of mode {mode} does not hold request {request} up to its first token; pick another")
-    return Story(mode, spans, min(span.start_s for span in spans), tokens[0], note)
+    start_s, token_s = min(span.start_s for span in spans), tokens[0].at_s
+    engines = {span.track.partition("/")[0] for span in spans if span.track.partition("/")[0] != WIRE}
+    steps = {f"{engine}/{STEPS}" for engine in engines}
+    posting = {f"{engine}/{ENGINE}" for engine in engines}
+    for span in trace.spans:
+        if span.end_s <= start_s or span.start_s >= token_s:
+            continue
+        if span.track in steps:
+            spans.append(span)
+        elif span.track in posting and span.name == "post" and (span.args or {}).get("request") != request:
+            spans.append(span._replace(name=_FOR_OTHERS))
+    return Story(mode, spans, start_s, token_s, note)
 
 
 def finding(stories: Sequence[Story]) -> str:
@@ -169,6 +190,9 @@ def _panel(axes: Any, told: Story, lanes: Sequence[str], end_ms: float) -> None:
     for y, lane in enumerate(lanes):
         spans = sorted((s for s in told.spans if _lane(s.track) == lane), key=lambda s: s.start_s)
         axes.axhline(y, color=_RULE, linewidth=0.7, zorder=0.5)
+        steps = [span for span in spans if span.track.endswith(STEPS)]
+        spans = [span for span in spans if not span.track.endswith(STEPS)]
+        _steps(axes, y, _STEP_COLOURS.get(lane, _RULE), steps, told, end_ms)
         _bars(axes, y, lane, spans, told.arrival_s, end_ms)
     token_ms = told.ttft_ms
     said = f"first token {_duration(token_ms)}"
@@ -190,6 +214,17 @@ def _panel(axes: Any, told: Story, lanes: Sequence[str], end_ms: float) -> None:
     )
 
 
+def _steps(axes: Any, y: int, colour: str, steps: Sequence[Span], told: Story, end_ms: float) -> None:
+    """What the engine computes meanwhile, whoever it is for: a pale texture under the request's own bars."""
+    for step in steps:
+        left_ms = max((step.start_s - told.arrival_s) * 1e3, 0.0)
+        right_ms = min((step.end_s - told.arrival_s) * 1e3, end_ms)
+        edge = 0.4 if right_ms - left_ms > end_ms / 300 else 0
+        axes.barh(
+            y, right_ms - left_ms, left=left_ms, height=0.50, color=colour, edgecolor="white", linewidth=edge, zorder=1
+        )
+
+
 def _bars(axes: Any, y: int, lane: str, spans: Sequence[Span], arrival_s: float, end_ms: float) -> None:
     runs: list[tuple[str, float, float, float]] = []  # name, start, end, busy: neighbours of one name share a label
     colour_of: dict[str, str] = {}
@@ -197,8 +232,8 @@ def _bars(axes: Any, y: int, lane: str, spans: Sequence[Span], arrival_s: float,
         start_ms, stop_ms = ((t - arrival_s) * 1e3 for t in (span.start_s, span.end_s))
         if start_ms >= end_ms:
             break
-        waits = lane.endswith("memory held") or span.name == "queue"
-        colour = _LANE_COLOURS[lane] if lane.endswith("memory held") else _COLOURS.get(span.name, _LANE_COLOURS[lane])
+        waits = lane.endswith(_PALE)
+        colour = _LANE_COLOURS[lane] if waits else _COLOURS.get(span.name, _LANE_COLOURS[lane])
         colour_of[span.name] = colour
         shown_ms = max(stop_ms - start_ms, end_ms / 900)  # what is shorter than a pixel is still seen
         axes.barh(
@@ -230,7 +265,7 @@ def _bars(axes: Any, y: int, lane: str, spans: Sequence[Span], arrival_s: float,
         width_ms = end_ms * 0.0092 * (len(text) + 1)
         right_ms = min(stop_ms, end_ms)
         room_ms = (runs[at + 1][1] if at + 1 < len(runs) else end_ms) - right_ms
-        pale = lane.endswith("memory held") or name == "queue"
+        pale = lane.endswith(_PALE) or name == _FOR_OTHERS
         if right_ms - start_ms >= width_ms:
             ink, middle_ms = _INK if pale else "white", (start_ms + right_ms) / 2
             seam = {

@@ -17,9 +17,11 @@ import msgspec
 
 from pushkv.sim.errors import BadInput
 
-__all__ = ["ENGINE", "MEMORY", "TRANSFER", "WIRE", "Flow", "Instant", "Span", "TraceWriter"]
+__all__ = ["ENGINE", "MEMORY", "QUEUE", "STEPS", "TRANSFER", "WIRE", "Flow", "Instant", "Span", "TraceWriter"]
 
-ENGINE = "engine"  # steps of a forward pass, and whatever else runs on the engine's thread
+ENGINE = "engine"  # what runs on the engine's thread, and what its steps do for a request
+STEPS = "steps"  # every step of the engine, on the device
+QUEUE = "queue"  # requests that wait: on their way to the engine, for a place, for a batch
 TRANSFER = "transfer"  # the connector's transfer thread: posting, gather and scatter
 MEMORY = "memory"  # KV blocks or landing segments that are held for a request
 WIRE = "wire"  # process of the links; one thread per link

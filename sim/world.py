@@ -1,15 +1,17 @@
 """The simulated cluster: clients, engines, wires, and the two programs' common machines between them.
 
-Decides how the parts are put together and what a request passes on its way. ``run`` is the entry point. Time is in whole
-ticks (``ticks``); what is reported is in seconds.
+Decides how the parts are put together and what a request passes on its way. ``run`` is the entry point. Time is in
+whole ticks (``ticks``); what is reported is in seconds.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import simpy
@@ -17,23 +19,14 @@ import simpy
 from pushkv.model.protocol import Settings
 from pushkv.model.protocol import events as ev
 from pushkv.model.routing import LeastTokens
-from pushkv.model.timing import (
-    EngineCost,
-    device_bytes_per_s,
-    flow_bytes_per_s,
-    gather_s,
-    post_s,
-    scatter_s,
-    tail_s,
-)
-from pushkv.model.timing.fabric import Op
+from pushkv.model.timing import EngineCost
 from pushkv.sim import catalog, workload
 from pushkv.sim.baselines import PullDecode, PullPrefill, PushDecode, PushPrefill
-from pushkv.sim.blocks import BlockPool, runs
+from pushkv.sim.blocks import BlockPool
+from pushkv.sim.clock import Clock
 from pushkv.sim.connector import Connector
 from pushkv.sim.costs import StepCosts
 from pushkv.sim.engine import Engine
-from pushkv.sim.fabric import Wires
 from pushkv.sim.faults import Faults
 from pushkv.sim.host import Host
 from pushkv.sim.metrics import COMPLETED, FAILED, RequestLog, Totals
@@ -41,12 +34,11 @@ from pushkv.sim.network import Network
 from pushkv.sim.pushkv import PushkvDecode, PushkvPrefill
 from pushkv.sim.request import Flight, Request
 from pushkv.sim.scenario import Scenario
+from pushkv.sim.scheduler import Batch
 from pushkv.sim.ticks import S_PER_TICK, ticks
 from pushkv.sim.timeline import FIRST_TOKEN, PREFILL
-from pushkv.sim.trace import TraceWriter
-
-SEGMENT_BYTES = 32 << 20
-"""One segment of landing memory: large enough for the wire, small enough that a short prompt does not waste one."""
+from pushkv.sim.trace import QUEUE, STEPS, TraceWriter
+from pushkv.sim.transfers import Transfers
 
 _HALVES: dict[str, tuple[type[Connector], type[Connector]]] = {
     "pull": (PullPrefill, PullDecode),
@@ -79,13 +71,19 @@ def run(
 ) -> Result:
     """Simulate ``scenario`` to its last request.
 
-    ``arrivals`` replaces the scenario's own; ``fast=False`` takes every step one by one, with the same result; ``encoded`` sends every
-    message through its real encoding. Raises ``BadInput`` for what cannot be simulated.
+    ``arrivals`` replaces the scenario's own; ``fast=False`` takes every step one by one, with the same result;
+    ``encoded`` sends every message through its real encoding. Raises ``BadInput`` for what cannot be simulated.
     """
     started = time.perf_counter()
     load = workload.generate(scenario) if arrivals is None else arrivals
     world = World(scenario, load, log or RequestLog(), progress, trace, fast, settings, encoded)
-    world.go()
+    collecting = gc.isenabled()
+    gc.disable()  # a request leaves no cycle behind, so looking for some only costs time
+    try:
+        world.go()
+    finally:
+        if collecting:
+            gc.enable()
     return Result(scenario, world.log, world.totals(), time.perf_counter() - started)
 
 
@@ -104,21 +102,16 @@ class World:
         encoded: bool,
     ) -> None:
         self.scenario, self.log, self.trace = scenario, log, trace
-        self.env = simpy.Environment(initial_time=0)
+        self.env = Clock(initial_time=0)
         self._load, self._progress = load, progress
         parts = catalog.resolve(scenario)
         shape, hardware, fabric = parts.shape, parts.hardware, parts.fabric
         self.hardware, self.fabric, self.serving = hardware, fabric, hardware.serving
-        self.layers = shape.layers
-        # Lockstep ranks: what one rank moves, times the ranks that move it. With different TP the smaller side's ranks move more each.
-        self.ranks = max(scenario.prefill_tp, scenario.decode_tp)
-        narrow = min(scenario.prefill_tp, scenario.decode_tp)
-        self.bytes_per_token = shape.kv_bytes_per_token_rank(narrow)
-        self.fan = self.ranks // narrow
+        self.transfers = Transfers(self.env, scenario, parts, self._names, trace)
         self.chunked = scenario.overlap == "chunk"
         self.transfer_poll = ticks(self.serving.transfer_poll_s)
         self.settings = settings or Settings(
-            landing_segments=max(1, int(scenario.landing_gib * (1 << 30) // SEGMENT_BYTES)),
+            landing_segments=self.transfers.landing_segments,
             staging_bytes=int(scenario.staging_gib * (1 << 30)),
             staging_share=1.0,
             drain_s=fabric.drain_s,
@@ -128,14 +121,10 @@ class World:
         self.engines: dict[str, Engine] = {}
         self.hosts: dict[str, Host] = {}
         self.held_p = self.held_d = 0
-        self._costs: dict[tuple[str, int], int] = {}
-        links: list[float] = []
-        self._links: dict[str, tuple[int, int]] = {}
         costs = {tp: StepCosts(EngineCost(shape, hardware, tp)) for tp in {scenario.prefill_tp, scenario.decode_tp}}
         halves = _HALVES[scenario.mode]
         self.prefills = [f"P{i}" for i in range(scenario.prefill)]
         self.decodes = [f"D{i}" for i in range(scenario.decode)]
-        capacity = device_bytes_per_s(fabric, "READ" if scenario.mode == "pull" else "WRITE")
         for number, name in enumerate(self.prefills + self.decodes):
             decode = name in self.decodes
             tp = scenario.decode_tp if decode else scenario.prefill_tp
@@ -143,17 +132,18 @@ class World:
                 self.env,
                 name,
                 costs[tp],
-                BlockPool(catalog.kv_blocks(scenario, parts, tp)),
+                BlockPool(
+                    catalog.kv_blocks(scenario, parts, tp), cached=not decode and scenario.prefill_cached_fraction > 0
+                ),
                 block_size=scenario.block_size,
                 token_budget=scenario.token_budget,
                 max_num_seqs=scenario.max_num_seqs,
-                fast=fast,
+                fast=fast and trace is None,
             )
+            if trace is not None:
+                engine.on_step = partial(self._step_span, name)
             self.engines[name] = engine
-            self._links[name] = (len(links), len(links) + 1)
-            links += [capacity, capacity]
             self.pair(engine, halves[decode], number + 1)
-        self.wires = Wires(self.env, links)
         self._pick_p = LeastTokens(scenario.prefill)
         self._pick_d = LeastTokens(scenario.decode)
         self._next = 0
@@ -176,7 +166,7 @@ class World:
             for p in self.prefills:
                 self.hosts[d].feed(ev.Greet((p, 0)))
         self.env.run(until=ticks(1.0))  # links are warm before the first request, as after a warm-up request
-        self._start = int(self.env.now)
+        self._start = self.env.ticks
         self.faults.schedule(self._start)
         self._all = self.env.event()
         if len(self._load):
@@ -189,7 +179,7 @@ class World:
 
     def _schedule_arrival(self) -> None:
         at = self._start + ticks(float(self._load.arrival_s[self._next]))
-        self.later(max(at, int(self.env.now)), self._arrive, None)
+        self.later(max(at, self.env.ticks), self._arrive, None)
 
     def _arrive(self, _: None) -> None:
         index = self._next
@@ -197,9 +187,9 @@ class World:
         if self._next < len(self._load):
             self._schedule_arrival()
         n, out = int(self._load.input_len[index]), int(self._load.output_len[index])
-        flight = Flight(index, int(self.env.now), n, out)
+        flight = Flight(index, self.env.ticks, n, out)
         self.flights[flight.id] = flight
-        flight.packed = self.scenario.mode == "pushkv" and self.choose_packed(n)
+        flight.packed = self.scenario.mode == "pushkv" and self.transfers.packed(n)
         flight.prefill = self._pick_p.pick(n)
         flight.decode = self._pick_d.pick(n + out)
         flight.p = Request(flight, 1, prefill_only=True)
@@ -207,7 +197,7 @@ class World:
         flight.p.computed = cached - cached % self.scenario.block_size if cached < n else n - 1
         flight.d = Request(flight, out, prefill_only=False)
         fixed, each = self._client_in
-        self.later(int(self.env.now) + fixed + each * n, self._reach, flight)
+        self.later(self.env.ticks + fixed + each * n, self._reach, flight)
 
     def _reach(self, flight: Flight) -> None:
         """The prefill leg is in its engine's inbox, and the decode leg in its own when both are sent at once."""
@@ -230,7 +220,9 @@ class World:
         """P's answer is on its way to the client, and the decode leg follows it where the router goes one by one."""
         fixed, each = self._client_out
         flight.leg_end = now + fixed + each * flight.input_len
-        self.span(flight, f"{self.prefill_name(flight)}/engine", PREFILL, flight.prefill_start, now)
+        p = self.prefill_name(flight)
+        self.span(flight, f"{p}/{QUEUE}", "HTTP, queue", flight.arrival, flight.prefill_start)
+        self.span(flight, f"{p}/engine", PREFILL, flight.prefill_start, now)
         if self.scenario.router == "sequential" and not flight.failed:
             enter, per_token = self._client_in
             self.later(flight.leg_end + enter + per_token * flight.input_len, self._reach_d, flight)
@@ -242,7 +234,12 @@ class World:
             flight.first_token = now + fixed + each * flight.input_len
             if self.trace is not None:
                 at_s = flight.first_token * S_PER_TICK
-                track = f"{self.decode_name(flight)}/engine"
+                d = self.decode_name(flight)
+                track = f"{d}/engine"
+                if not flight.packed:
+                    asked = flight.arrival if self.scenario.router == "concurrent" else flight.leg_end
+                    self.span(flight, f"{d}/{QUEUE}", "HTTP, queue", asked, flight.held_d)
+                self.span(flight, f"{d}/{QUEUE}", "into batch", flight.landed, now)
                 self.trace.instant(track, FIRST_TOKEN, at_s, {"request": flight.index})
                 self.trace.flow(flight.index, track, now * S_PER_TICK, "f")
 
@@ -258,7 +255,7 @@ class World:
         """The client gets an error."""
         if flight is not None and not flight.failed and flight.index >= 0:
             flight.failed = True
-            self._end(flight, int(self.env.now), FAILED)
+            self._end(flight, self.env.ticks, FAILED)
 
     def _end(self, flight: Flight, end: int, status: int) -> None:
         n, out = flight.input_len, flight.output_len
@@ -285,6 +282,7 @@ class World:
             del self.flights[flight.id]
         if status == FAILED:
             self.faults.abort(flight)
+        flight.d = None
         self._done += 1
         if self._progress is not None and self._done % _PROGRESS_EVERY == 0:
             self._progress(self._done, len(self._load))
@@ -308,6 +306,9 @@ class World:
 
     # ------------------------------------------------------------ what things cost
 
+    def _names(self, flight: Flight) -> tuple[str, str]:
+        return self.prefills[flight.prefill], self.decodes[flight.decode]
+
     def prefill_name(self, flight: Flight) -> str:
         """The engine of the prefill leg."""
         return self.prefills[flight.prefill]
@@ -316,105 +317,21 @@ class World:
         """The engine of the decode leg."""
         return self.decodes[flight.decode]
 
-    def choose_packed(self, n: int) -> bool:
-        """The path of a prompt of ``n`` tokens: packed where it fits the landing memory and costs less than posting every block."""
-        path = self.scenario.path
-        if path != "auto":
-            return path == "packed"
-        if self.segments(n) > self.settings.landing_segments:
-            return False
-        size = n * self.bytes_per_token
-        pieces = -(-n // self.scenario.block_size) * self.layers * self.fan
-        direct_s = post_s(self.fabric, pieces, size, "WRITE", order="allocated")
-        packed_s = gather_s(self.hardware, size) + scatter_s(self.hardware, size / self.fan) + size / self._bytes_per_s
-        return packed_s <= max(direct_s, size / self._bytes_per_s)
-
-    @property
-    def _bytes_per_s(self) -> float:
-        return device_bytes_per_s(self.fabric, "WRITE")
-
-    def segments(self, tokens: int) -> int:
-        """Segments of landing memory per decode rank for ``tokens`` tokens."""
-        return -(-tokens * self.bytes_per_token // self.fan // SEGMENT_BYTES)
-
-    def count_descriptors(self, flight: Flight) -> int:
-        """Descriptors per rank of the narrower side when every run of blocks is one: known once both sides have their blocks."""
-        assert flight.p is not None and flight.d is not None
-        blocks = -(-flight.input_len // self.scenario.block_size)
-        count = runs(flight.p.blocks, flight.d.blocks, blocks) * self.layers * self.fan
-        flight.descriptors += count * (self.ranks // self.fan)
-        return count
-
-    def post_ticks(self, flight: Flight, op: Op, descriptors: int, *, whole: bool = True) -> int:
-        """Host time of one rank to make and post ``descriptors``; booked on ``flight``."""
-        post = ticks(post_s(self.fabric, descriptors, 1, op, order="allocated"))
-        flight.post += post
-        flight.per_rank = descriptors
-        return post
-
-    def gather_ticks(self, tokens: int) -> int:
-        """Device time to pack ``tokens`` tokens of a prefill rank."""
-        return self._pass("gather", tokens, gather_s)
-
-    def scatter_ticks(self, tokens: int) -> int:
-        """Device time to unpack ``tokens`` tokens of a decode rank."""
-        return self._pass("scatter", tokens, scatter_s)
-
-    def _pass(self, name: str, tokens: int, cost: Callable[..., float]) -> int:
-        found = self._costs.get((name, tokens))
-        if found is None:
-            tp = self.scenario.prefill_tp if name == "gather" else self.scenario.decode_tp
-            wide = self.bytes_per_token * min(self.scenario.prefill_tp, self.scenario.decode_tp) / tp
-            found = self._costs[name, tokens] = ticks(cost(self.hardware, tokens * wide, busy=True))
-        return found
-
     # ------------------------------------------------------------ things that take time
 
     def later(self, when: int, then: Callable[[Any], None], what: Any) -> None:
         """Call ``then(what)`` at ``when``."""
-        event = self.env.timeout(when - self.env.now, (then, what))
-        event.callbacks.append(_call)
-
-    def transfer(
-        self,
-        flight: Flight,
-        poster: str,
-        op: Op,
-        posted: int,
-        arrived: Callable[[int], None],
-        handle: int,
-        *,
-        tokens: int | None = None,
-        packed: bool = False,
-    ) -> None:
-        """Bytes of ``flight`` move while the host still posts, until ``posted``; ``arrived(handle)`` when all are there.
-
-        The fabric takes its latency, and with scattered descriptors its tail, after the later of the two.
-        """
-        size = (flight.input_len if tokens is None else tokens) * self.bytes_per_token
-        start = int(self.env.now)
-        flight.bytes += size * (self.ranks // self.fan)
-        cap = flow_bytes_per_s(self.fabric, flight.per_rank, size, op, contiguous=packed)
-        p, d = self._links[self.prefill_name(flight)], self._links[self.decode_name(flight)]
-        after = ticks(self.fabric.latency_s + (0.0 if packed else tail_s(self.fabric, flight.per_rank, op)))
-
-        def moved() -> None:
-            end = max(int(self.env.now), posted) + after
-            flight.wire += end - start
-            self.span(flight, f"{poster}/transfer", "post", start, posted)
-            pair = f"wire/{self.prefill_name(flight)}-{self.decode_name(flight)}"
-            self.span(flight, pair, "read" if op == "READ" else "write", start, end)
-            if self.trace is not None:
-                self.trace.flow(flight.index, f"{poster}/transfer", start * S_PER_TICK, "s")
-                self.trace.flow(flight.index, pair, start * S_PER_TICK, "t")
-            self.later(end, arrived, handle)
-
-        self.wires.send((p[0], d[1]), float(max(size, 1)), cap, moved)
+        self.env.call(when, _call, (then, what))
 
     def span(self, flight: Flight, track: str, name: str, start: int, end: int) -> None:
         """Record what was done for ``flight``, when somebody asked for a trace."""
         if self.trace is not None:
             self.trace.span(track, name, start * S_PER_TICK, end * S_PER_TICK, {"request": flight.index})
+
+    def _step_span(self, engine: str, start: int, batch: Batch) -> None:
+        assert self.trace is not None
+        held = {"decodes": batch.count, "prompt_tokens": sum(new for _, new, _ in batch.parts)}
+        self.trace.span(f"{engine}/{STEPS}", "step", start * S_PER_TICK, batch.end * S_PER_TICK, held)
 
     def memory_span(self, flight: Flight, engine: str, start: int, end: int) -> None:
         """KV blocks were held for the network."""
@@ -441,5 +358,5 @@ class World:
 
 
 def _call(event: simpy.Event) -> None:
-    then, what = event.value
+    then, what = event._value
     then(what)

@@ -1,7 +1,7 @@
 """How a dispatcher picks P and D for a request. Shared by the router and the simulator.
 
-Decides from what the dispatcher itself has sent and seen come back; it asks no server. Ties go to the lowest index, so that
-the same requests are spread the same way every time.
+Decides from what the dispatcher itself has sent and seen come back; it asks no server. Ties go to the lowest index,
+so that the same requests are spread the same way every time.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ those that come with the package; a user's own profile is parsed by the caller a
 from __future__ import annotations
 
 import tomllib
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -35,16 +36,19 @@ def read(kind: str, name: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
+@cache
 def hardware(name: str, calibration: str | None = None) -> Hardware:
     """Packaged hardware profile; `calibration` as in `Hardware.from_mapping`. Errors: `ProfileError`."""
     return Hardware.from_mapping(name, read("hardware", name), calibration)
 
 
+@cache
 def fabric(name: str) -> Fabric:
     """Packaged fabric profile. Errors: `ProfileError`."""
     return Fabric.from_mapping(name, read("fabric", name))
 
 
+@cache
 def model(name: str) -> ModelShape:
     """Packaged model shape. Errors: `ProfileError`."""
     return ModelShape.from_config(name, read("models", name))

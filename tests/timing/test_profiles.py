@@ -53,7 +53,7 @@ def test_unknown_name_lists_those_there_are(kind: str, load: Any) -> None:
 def test_unknown_kind_and_calibration_are_refused() -> None:
     with pytest.raises(ProfileError, match="no profiles of kind"):
         profiles.names("planet")
-    with pytest.raises(ProfileError, match="no calibration 'fast'; it has eager-prefill, eager-loaded, compiled"):
+    with pytest.raises(ProfileError, match="no calibration 'fast'; it has eager-prefill, eager-push, compiled"):
         profiles.hardware("h200", "fast")
     with pytest.raises(ProfileError, match="no calibration 'fast'"):
         profiles.hardware("h200").with_calibration("fast")

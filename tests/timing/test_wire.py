@@ -104,9 +104,12 @@ def test_posting_over_nvlink_meets_the_prototype_and_what_vllm_logged(table: Tab
         assert model_ms == pytest.approx(statistics.mean(times), rel=0.15)
 
 
-@pytest.mark.parametrize(("mode", "op", "n", "longer"), [("pull", "READ", "33", 1.115), ("push", "WRITE", "42", 1.52)])
-def test_posting_in_allocated_order_is_fitted_to_one_window_and_too_slow_for_longer_prompts(
-    table: Table, mode: str, op: Op, n: str, longer: float
+@pytest.mark.parametrize(
+    ("mode", "op", "n", "here", "longer"),
+    [("pull", "READ", "33", 1.051, 1.172), ("push", "WRITE", "42", 0.960, 1.457)],
+)
+def test_posting_in_allocated_order_is_fitted_to_one_window_per_mode_and_too_slow_for_longer_prompts(
+    table: Table, mode: str, op: Op, n: str, here: float, longer: float
 ) -> None:
     nvlink = profiles.fabric("nvlink-ucx")
 
@@ -117,7 +120,7 @@ def test_posting_in_allocated_order_is_fitted_to_one_window_and_too_slow_for_lon
 
     rows = [row for row in table("h200_transfer_windows.csv") if row["mode"] == mode]
     (fitted,) = (row for row in rows if row["n"] == n and float(row["avg_MB"]) < 150)
-    assert ratio(fitted) == pytest.approx(1.0, abs=0.005)
+    assert ratio(fitted) == pytest.approx(here, abs=0.005)
     held_out = [ratio(row) for row in rows if float(row["avg_descs"]) > 10_000]
     assert statistics.median(held_out) == pytest.approx(longer, abs=0.01)
 
