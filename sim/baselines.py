@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.sim.connector import Connector, Receiving, Sending
-from pushkv.sim.request import Request
+from pushkv.sim.request import Flight, Request
 
 if TYPE_CHECKING:
     from pushkv.sim.engine import Engine
@@ -57,13 +57,15 @@ class PushPrefill(Sending):
             start = max(t, self._writer_free)
             self._writer_free = start + self.world.transfers.post(flight, pieces)
             self._under_way[action.handle] = None
-            self.world.later(start, self._write, (action, pieces, self._writer_free))
+            self.world.later(start, self._write, (action, flight, pieces, self._writer_free))
         return t
 
-    def _write(self, what: tuple[ev.Post, int, int]) -> None:
-        action, pieces, posted = what
-        if self.host.claim(action.handle):
-            flight = self.world.flights[action.transfer_id]
+    def _write(self, what: tuple[ev.Post, Flight, int, int]) -> None:
+        host = self.host
+        if host.stopping and host.stopped(self._write, what):
+            return
+        action, flight, pieces, posted = what
+        if host.claim(action.handle):
             self.world.transfers.move(
                 flight, flight.input_len, pieces, posted, 0, self._arrived, action.handle, packed=False
             )
@@ -127,12 +129,12 @@ class PushDecode(Receiving):
         self.engine.kick()
 
     def take_back(self, action: ev.TakeBack) -> None:
+        self.engine.kick()
         request = self.remote.pop(action.transfer_id)
         self.engine.pool.give_back(request.blocks)
         request.blocks = type(request.blocks)("i")
         self._announced.add(action.transfer_id)
         self.queue.append(request)
-        self.engine.kick()
 
     def receive(self, event: ev.Received) -> None:
         if isinstance(event.message, _KEPT_TILL_POLL):
@@ -154,6 +156,11 @@ class PushDecode(Receiving):
         self._seen.append(self.remote[action.transfer_id])
         self.news += 1
         self.host.book(ev.Loaded(action.transfer_id))
+
+    def abort(self, flight: Flight) -> None:
+        super().abort(flight)
+        for ids in (self._announced, self._wanted, self._told):
+            ids.discard(flight.id)
 
 
 class PullPrefill(Connector):
@@ -210,7 +217,13 @@ class PullPrefill(Connector):
         self._read.append(self.held[action.transfer_id])
 
     def failed(self, action: ev.Fail) -> None:
-        """The lease is over: the blocks come back with ``Free``, when D cannot read them any more."""
+        """The lease is over: the blocks come back with ``Free``, when D cannot read them any more.
+
+        A registration that could not leave goes with no answer either: nobody will read for this request.
+        """
+        flight = self.world.flights.get(action.transfer_id)
+        if flight is not None and flight.register is None:
+            self.world.failed(flight)
 
     def free(self, action: ev.Free) -> None:
         self._read.append(self.held[action.transfer_id])
@@ -235,13 +248,14 @@ class PullDecode(Receiving):
     def __init__(self, world: World, engine: Engine) -> None:
         super().__init__(world, engine)
         self.fresh: list[ev.Post] = []
-        self._landed: list[int] = []
+        self._landed: list[tuple[int, Flight]] = []
         self._seen: list[Request] = []
 
     def received(self, request: Request) -> None:
         flight = request.flight
-        self.host.receive(self.world.prefill_name(flight), flight.register)
         super().received(request)
+        if flight.register is not None:  # else P had no link when it answered; the registration comes by itself
+            self.host.receive(self.world.prefill_name(flight), flight.register)
 
     def allocate(self, request: Request, now: int) -> bool:
         flight = request.flight
@@ -254,6 +268,7 @@ class PullDecode(Receiving):
 
     def post(self, action: ev.Post) -> None:
         self.fresh.append(action)
+        self.engine.kick()
 
     def pre_forward(self, t: int) -> int:
         """vLLM posts once a step's inputs are prepared and looks after the launch: a READ is seen a step on.
@@ -266,28 +281,34 @@ class PullDecode(Receiving):
         for action in fresh:
             if not self.host.claim(action.handle):
                 continue
-            flight = self.world.flights[action.transfer_id]
+            flight = self.remote[action.transfer_id].flight
+            if flight.p is None:  # P has died with the cache
+                self._arrived((action.handle, flight))
+                continue
             pieces = self.world.transfers.pieces(flight)
             start, t = t, t + self.world.transfers.post(flight, pieces)
-            self.world.later(start, self._read, (action, pieces, t))
+            self.world.later(start, self._read, (action.handle, flight, pieces, t))
         return t - prepare
 
-    def _read(self, what: tuple[ev.Post, int, int]) -> None:
-        action, pieces, posted = what
-        flight = self.world.flights[action.transfer_id]
+    def _read(self, what: tuple[int, Flight, int, int]) -> None:
+        handle, flight, pieces, posted = what
         self.world.transfers.move(
-            flight, flight.input_len, pieces, posted, 0, self._arrived, action.handle, packed=False
+            flight, flight.input_len, pieces, posted, 0, self._arrived, (handle, flight), packed=False
         )
 
-    def _arrived(self, handle: int) -> None:
-        self._landed.append(handle)
+    def _arrived(self, what: tuple[int, Flight]) -> None:
+        self._landed.append(what)
         self.news += 1
         self.engine.kick()
 
     def poll(self, now: int) -> list[Request]:
         landed, self._landed = self._landed, []
-        for handle in landed:
-            self.host.feed(ev.WriteDone(handle))
+        for handle, flight in landed:
+            if flight.p is not None:
+                self.host.feed(ev.WriteDone(handle))
+            else:  # a READ from a process that has died breaks
+                self.host.feed(ev.WriteBroken(handle))
+                self.host.feed(ev.WriteQuiet(handle))
         report, self._seen = self._seen, []
         self.news = 0
         return report
@@ -302,6 +323,7 @@ class PullDecode(Receiving):
         if request is None:
             return
         if request.flight.failed:
+            self.engine.kick()
             self.remote.pop(action.transfer_id)
             self.engine.open -= 1
             self.engine.pool.give_back(request.blocks)

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappush
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
 import simpy
 from simpy.events import NORMAL
 
 
-class Call(simpy.Event):
-    """An event that has been triggered for a later time and has one callback; ``_value`` is what it carries."""
+class Call(msgspec.Struct, gc=False):
+    """What simpy's loop needs of an event that was triggered for a later time; nobody waits for it or asks it anything.
 
-    def __init__(self, env: Clock, then: Callable[[Any], None], what: Any) -> None:
-        self.env = env
-        self.callbacks = [then]
-        self._ok = True
-        self._value = what
+    ``value`` is what it carries to its one callback.
+    """
+
+    callbacks: list[Callable[[Any], None]] | None
+    value: Any
+    _ok: ClassVar[bool] = True
 
 
 class Clock(simpy.Environment):
@@ -36,7 +38,8 @@ class Clock(simpy.Environment):
     def call(self, when: int, then: Callable[[Any], None], what: Any) -> None:
         """Call ``then(event)`` at ``when``, with ``what`` as the event's value; events of one tick come in the order
         of their making."""
-        heappush(self._queue, (when, NORMAL, next(self._eid), Call(self, then, what)))
+        queue: list[Any] = self._queue
+        heappush(queue, (when, NORMAL, next(self._eid), Call([then], what)))
 
     def advance(self, when: int) -> bool:
         """Be at ``when``, and say ``True``, if nothing is scheduled up to and including then."""

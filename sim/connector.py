@@ -235,16 +235,20 @@ class Receiving(Connector):
         while self.loaded and engine.running < engine.max_num_seqs:
             engine.start(self.loaded.popleft())
         while self.queue and engine.running < engine.max_num_seqs:
-            if not self.allocate(self.queue[0], now):
+            request = self.queue.popleft()  # before anything can fail for it, and take it out of the queue
+            if not self.allocate(request, now):
+                if request.flight.failed:
+                    engine.open -= 1
+                    continue
+                self.queue.appendleft(request)
                 break
-            self.queue.popleft()
 
     def free(self, action: ev.Free) -> None:
         request = self.remote.pop(action.transfer_id, None)
         if request is not None:
+            self.engine.kick()  # first: steps that were jumped over have taken their blocks
             self.engine.open -= 1
             self.engine.pool.give_back(request.blocks)
-            self.engine.kick()
 
     def blocked(self) -> bool:
         return bool(self.queue or self.loaded)
@@ -267,5 +271,6 @@ class Receiving(Connector):
         with ``free``."""
         request = flight.d
         if request is not None and request in self.queue:
+            self.engine.kick()
             self.queue.remove(request)
             self.engine.open -= 1

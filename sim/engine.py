@@ -17,10 +17,8 @@ from collections.abc import Callable
 from heapq import heappop
 from math import isqrt
 
-import simpy
-
 from pushkv.sim.blocks import BlockPool
-from pushkv.sim.clock import Clock
+from pushkv.sim.clock import Call, Clock
 from pushkv.sim.costs import StepCosts
 from pushkv.sim.request import Request
 from pushkv.sim.scheduler import Batch, Scheduler
@@ -74,8 +72,8 @@ class Engine(Scheduler):
         else:
             self.env.call(when, self._wake, self._turn)
 
-    def _wake(self, event: simpy.Event) -> None:
-        if event._value != self._turn or self.dead:
+    def _wake(self, event: Call) -> None:
+        if event.value != self._turn or self.dead:
             return
         if self._due < self._paused_until:
             self._at(self._paused_until, self._then)
@@ -87,24 +85,27 @@ class Engine(Scheduler):
         self._looping = False
 
     def pause(self, until: int) -> None:
-        """The process is stopped until ``until``: what is due before happens then."""
-        self._paused_until = until
+        """The process is stopped until ``until``: what is due before happens then. What is being jumped over is taken step by step."""
+        self.kick()
+        self._paused_until = max(self._paused_until, until)
+
+    def kill(self) -> None:
+        """The process is gone for good, with all that it held."""
+        self.kick()
+        self.dead = True
 
     def deliver(self, request: Request) -> None:
         """A request comes in; the loop sees it at its next pass."""
         self.inbox.append(request)
         if self._parked == "jump" and self.connector.registers_only:
-            now = self.env.ticks
-            if now < self._jump_end:
-                _, _, _, end = self._jump_to
-                done = 0 if now < end else 1 + self._steps_in(now - end)
-                self.env.call(end + self._sum(done), self._drain, self._turn)
+            if self.env.ticks < self._jump_end:
+                self.env.call(self._place(self.env.ticks)[2], self._drain, self._turn)
         elif self._parked:
             self.kick()
 
-    def _drain(self, event: simpy.Event) -> None:
+    def _drain(self, event: Call) -> None:
         """The pass that takes the inbox, in the middle of a jump: nobody in it can be scheduled yet."""
-        if event._value == self._turn and self._parked == "jump" and not self.dead:
+        if event.value == self._turn and self._parked == "jump" and not self.dead:
             self._take_inbox()
 
     def _take_inbox(self) -> None:
@@ -126,15 +127,32 @@ class Engine(Scheduler):
             costs = self.costs
             period = costs.schedule + costs.idle_poll
             top = self._since + (now - self._since) // period * period
-            if now <= top + costs.schedule:
-                self._batch, self._ran = Batch(top + costs.schedule, self._version), False
-                self._at(top + costs.schedule, self._look)
+            looked = top + costs.schedule
+            if now <= looked:
+                self._batch, self._ran = Batch(looked, self._version), False
+                if self.connector.watched:
+                    self._at(looked, self._look)
+                else:
+                    self._queued(looked)
             else:
                 self._at(top + period, self._top)
+        elif parked == "winding down":
+            self._rewind(now)
         else:
             self._land(now)
 
-    def _kicked(self, _: simpy.Event) -> None:
+    def _rewind(self, now: int) -> None:
+        """Something comes while the engine makes its last pass after everybody has gone: it is seen in that pass, or after it."""
+        last = self._since + self.costs.idle_poll
+        if now <= last:
+            self._at(last, self._top)
+            return
+        self._ran = self._finished_flag = False
+        if now > last + self.costs.schedule:
+            self._queue.clear()
+        self._at(max(now, last + self.costs.schedule), self._top)
+
+    def _kicked(self, _: Call) -> None:
         self.kick()
 
     # ------------------------------------------------------------ the loop
@@ -171,7 +189,7 @@ class Engine(Scheduler):
             self._ran = False
             batch = Batch(t, self._version)
         self._batch = batch
-        if connector.watched:
+        if connector.watched or connector.news:
             self._at(t, self._look)
         else:
             self._queued(t)
@@ -189,9 +207,14 @@ class Engine(Scheduler):
         queue.append(self._batch)
         if len(queue) < 2 and (self._ran or self.open or self._finished_flag):
             self._at(t if self._ran else t + self.costs.idle_poll, self._top)
+            return
+        older = queue[0]
+        when = older.end if older.end > t else t
+        if self._ran and older.quiet:
+            queue.popleft()
+            self._at(when, self._top)
         else:
-            end = queue[0].end
-            self._at(end if end > t else t, self._update)
+            self._at(when, self._update)
 
     def _update(self) -> None:
         """The oldest batch is done: tokens go out, reports take effect."""
@@ -199,10 +222,12 @@ class Engine(Scheduler):
         batch = self._queue.popleft()
         if not batch.quiet:
             self._results(batch, now)
-        if not self._ran and (self.open or self._finished_flag):
-            self._at(now + self.costs.idle_poll, self._top)
-        else:
+        if self._ran or not (self.open or self._finished_flag):
             self._top()
+        elif self.fast and not self.open and not self.inbox and all(left.quiet for left in self._queue):
+            self._parked, self._since = "winding down", now
+        else:
+            self._at(now + self.costs.idle_poll, self._top)
 
     def _results(self, batch: Batch, now: int) -> None:
         connector = self.connector
@@ -268,12 +293,12 @@ class Engine(Scheduler):
         self._parked = "jump"
         return True
 
-    def _deliver_results(self, event: simpy.Event) -> None:
+    def _deliver_results(self, event: Call) -> None:
         """The step that was under way when the jump began has tokens that somebody waits for: they are there now.
 
         The jump goes on from here, one step shorter, unless somebody waits for what the results set free.
         """
-        if event._value != self._turn or self.dead:
+        if event.value != self._turn or self.dead:
             return
         count, first, growth, end = self._jump_to
         self._advance(1)
@@ -282,11 +307,14 @@ class Engine(Scheduler):
         self._queue.append(Batch(self.gpu_free, self._version))
         self._jump_to = (count - 1, first + growth, growth, self.gpu_free)
         self._since = end
+        self._parked = ""
         self._results(batch, end)
-        if self.inbox or self.connector.news or self.connector.blocked():
+        connector = self.connector
+        if self.inbox or connector.news or connector.fresh or connector.blocked():
             self._ran = True
             self._at(end, self._top)
         else:
+            self._parked = "jump"
             self._finished_flag = False
 
     def _sum(self, steps: int) -> int:
@@ -314,28 +342,37 @@ class Engine(Scheduler):
         self._ran = True
         self._top()
 
+    def _place(self, now: int) -> tuple[int, int, int]:
+        """Where in the jump ``now`` falls: passes begun before this one, when this one began, and when it ends."""
+        _, first, growth, end = self._jump_to
+        if now < end:
+            return 0, self._since, end
+        done = 1 + self._steps_in(now - end)
+        before = done - 1
+        began = end + before * first + growth * (before * (before - 1) // 2)
+        return done, began, began + first + growth * before
+
     def _land(self, now: int) -> None:
         """An event falls into the jump: be in the pass in which it falls, as if every step had been taken."""
-        _, _, _, end = self._jump_to
-        if now >= self._jump_end or (now >= end and not self._queue[0].quiet):
-            return  # the pass that begins at this very tick will see it
-        done = 0
-        if now >= end:
-            done = 1 + self._steps_in(now - end)
-        top = self._since if done == 0 else end + self._sum(done - 1)
-        self._advance(done + 1)
         older = self._queue[0]
-        older.end = end + self._sum(done)
-        batch = Batch(end + self._sum(done + 1), self._version)
+        if now >= self._jump_end or (now >= self._jump_to[3] and not older.quiet):
+            return  # the pass that begins at this very tick will see it
+        done, began, ends = self._place(now)
+        self._advance(done + 1)
+        older.end = ends
+        batch = Batch(self._jump_to[3] + self._sum(done + 1), self._version)
         self.gpu_free = batch.end
         self._ran = True
-        looked = top + self.costs.schedule + self.costs.decode_launch
+        looked = began + self.costs.schedule + self.costs.decode_launch
         if self.connector.watched and now <= looked:
             self._batch = batch
             self._at(looked, self._look)
+        elif older.quiet:
+            self._queue[0] = batch
+            self._at(ends, self._top)
         else:
             self._queue.append(batch)
-            self._at(max(older.end, now), self._update)
+            self._at(ends, self._update)
 
     def _steps_in(self, ticks_: int) -> int:
         """How many whole steps of the jump fit into ``ticks_``."""

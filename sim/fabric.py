@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import simpy
-
 from pushkv.model.timing import max_min_rates
-from pushkv.sim.clock import Clock
+from pushkv.sim.clock import Call, Clock
 from pushkv.sim.ticks import S_PER_TICK, TICKS_PER_S
 
 
@@ -75,8 +73,8 @@ class Wires:
         soonest = min(flow.left / flow.rate for flow in flows)
         self._env.call(self._since + max(0, round(soonest * TICKS_PER_S)), self._arrive, self._turn)
 
-    def _arrive(self, event: simpy.Event) -> None:
-        if event._value != self._turn:
+    def _arrive(self, event: Call) -> None:
+        if event.value != self._turn:
             return
         if len(self._flows) == 1:
             self._flows.pop().done()

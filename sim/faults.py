@@ -17,7 +17,11 @@ from pushkv.sim.fault_file import Fault
 from pushkv.sim.request import Flight
 from pushkv.sim.ticks import ticks
 
+PATIENCE_S = 1200.0
+"""Longer than any verdict of the protocol takes: a cluster that has done nothing for so long will do nothing any more."""
+
 if TYPE_CHECKING:
+    from pushkv.sim.host import Host
     from pushkv.sim.world import World
 
 
@@ -27,9 +31,14 @@ class Faults:
     def __init__(self, world: World) -> None:
         self._world = world
         self._incarnation = 1 << 32
+        self._progress = (-1, -1)
+        self.gone: list[tuple[Engine, Host]] = []
+        """What was killed and has come back as another."""
 
     def schedule(self, start: int) -> None:
         """Put every fault on the clock, ``at_s`` after ``start``."""
+        if self._world.scenario.fault_list:
+            self._watch(None)
         for fault in self._world.scenario.fault_list:
             self._world.later(start + ticks(fault.at_s), self._strike, fault)
 
@@ -52,13 +61,17 @@ class Faults:
 
     def _kill(self, name: str) -> None:
         world = self._world
-        world.hosts[name].dead = world.engines[name].dead = True
+        if world.hosts[name].dead:
+            return
+        world.hosts[name].kill()
+        world.engines[name].kill()
         prefill = name in world.prefills
         (world.mark_prefill if prefill else world.mark_decode)(int(name[1:]), True)
         for flight in list(world.flights.values()):
             if prefill and world.prefill_name(flight) == name:
                 unanswered = flight.leg_end < 0
-                world.done_at_p(flight)
+                if flight.p is not None:
+                    world.done_at_p(flight)
                 if unanswered and world.scenario.router == "sequential":
                     world.failed(flight)
             elif not prefill and world.decode_name(flight) == name and not flight.over:
@@ -66,18 +79,22 @@ class Faults:
 
     def _restart(self, name: str) -> None:
         world = self._world
+        if not world.hosts[name].dead:
+            return
         old = world.engines[name]
+        self.gone.append((old, world.hosts[name]))
         connector = type(old.connector)
         engine = Engine(
             world.env,
             name,
             old.costs,
-            BlockPool(old.pool.blocks),
+            BlockPool(old.pool.blocks, cached=old.pool.cached),
             block_size=old.block_size,
             token_budget=old.token_budget,
             max_num_seqs=old.max_num_seqs,
             fast=old.fast,
         )
+        engine.on_step = old.on_step
         world.engines[name] = engine
         self._incarnation += 1
         world.pair(engine, connector, self._incarnation)
@@ -86,6 +103,18 @@ class Faults:
         for other in world.decodes if prefill else world.prefills:
             if not world.hosts[other].dead:
                 world.hosts[name].feed(ev.Greet((other, 0)))
+
+    def _watch(self, _: None) -> None:
+        """Memory that a dead peer may still read or write never comes back. Clients of what waits for it do not wait for ever."""
+        world = self._world
+        steps = sum(engine.steps for engine in world.engines.values())
+        progress = (world.remaining, steps)
+        if progress == self._progress and not any(engine.running for engine in world.engines.values()):
+            for flight in list(world.flights.values()):
+                world.failed(flight)
+        self._progress = progress
+        if world.remaining:
+            world.later(world.env.ticks + ticks(PATIENCE_S), self._watch, None)
 
     def abort(self, flight: Flight) -> None:
         """The client is gone: what still works for ``flight`` is told."""

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import simpy
-
 from pushkv.model.protocol import Endpoint, Ledger, Settings
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.sim.clock import Clock
+from pushkv.sim.clock import Call, Clock
 from pushkv.sim.ticks import S_PER_TICK, ticks
 
 if TYPE_CHECKING:
@@ -43,6 +41,8 @@ class Host:
         self.endpoint = Endpoint(incarnation, settings)
         self.ledger = Ledger(settings)
         self.dead = False
+        self.stopping = False
+        """Whether it is worth asking ``stopped``: the process has been paused or killed."""
         self._paused_until = 0
         self._armed = NEVER
         carry: dict[type[ev.Record], Callable[[Any], None]] = {
@@ -97,11 +97,11 @@ class Host:
         self._armed = self.endpoint.wake_at
         self.env.call(max(self.env.ticks, ticks(self._armed) + _LATE), self._wake, self._armed)
 
-    def _wake(self, event: simpy.Event) -> None:
+    def _wake(self, event: Call) -> None:
         if event.value != self._armed or self.dead:
             return
         if self.env.ticks < self._paused_until:
-            self.env.call(self._paused_until, self._wake, event.value)
+            self.env.call(self._paused_until + 1, self._wake, event.value)  # what has come meanwhile is heard first
             return
         self._armed = NEVER
         now = self.env.ticks * S_PER_TICK
@@ -119,14 +119,29 @@ class Host:
 
     def receive(self, engine: str, message: msg.Message) -> None:
         """``message`` has come from ``engine``."""
-        if self.env.ticks < self._paused_until:
-            self.env.call(self._paused_until, lambda _: self.receive(engine, message), None)
-        elif not self.dead:
+        if not (self.stopping and self.stopped(self._hear, (engine, message))):
             self.connector.receive(ev.Received((engine, 0), message))
+
+    def _hear(self, what: tuple[str, msg.Message]) -> None:
+        self.receive(*what)
 
     def pause(self, until: int) -> None:
         """The process is stopped until ``until``: messages wait, timers go off late."""
-        self._paused_until = until
+        self._paused_until = max(self._paused_until, until)
+        self.stopping = True
+
+    def kill(self) -> None:
+        """The process is gone for good: one that comes back is another host."""
+        self.dead = self.stopping = True
+
+    def stopped(self, then: Callable[[Any], None], what: Any) -> bool:
+        """Whether no thread of the process runs now. A paused one calls ``then(what)`` when it goes on; a dead one never does."""
+        if self.dead:
+            return True
+        if self.env.ticks < self._paused_until:
+            self.env.call(self._paused_until, lambda _: then(what), None)
+            return True
+        return False
 
     def _connect(self, action: ev.Connect) -> None:
         self.feed(ev.Connected(action.link, action.incarnation))

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import simpy
-
 from pushkv.model.protocol import decode, encode
 from pushkv.model.protocol.messages import Message
-from pushkv.sim.clock import Clock
+from pushkv.sim.clock import Call, Clock
 from pushkv.sim.ticks import ticks
 
 if TYPE_CHECKING:
@@ -41,6 +39,6 @@ class Network:
             message = decode(encode(message))
         self._env.call(self._env.ticks + self._delay, self._arrive, (source, destination, message))
 
-    def _arrive(self, event: simpy.Event) -> None:
-        source, destination, message = event._value
+    def _arrive(self, event: Call) -> None:
+        source, destination, message = event.value
         self.hosts[destination].receive(source, message)

@@ -65,37 +65,40 @@ class PushkvPrefill(Sending):
         world.later(engine.gpu_free + self._poll, self._gathered, action.handle)
 
     def _gathered(self, handle: int) -> None:
-        if not self.host.dead:
-            self.host.feed(ev.Packed(handle))
+        host = self.host
+        if not (host.stopping and host.stopped(self._gathered, handle)):
+            host.feed(ev.Packed(handle))
 
     def post(self, action: ev.Post) -> None:
         """The transfer thread posts as soon as it is free."""
         world = self.world
         flight = world.flights[action.transfer_id]
         transfers = world.transfers
-        pieces = transfers.segments(action.stop - action.start) if action.packed else transfers.pieces(flight)
+        pieces = transfers.parcels(action.stop - action.start) if action.packed else transfers.pieces(flight)
         now = self.env.ticks
         start = max(now, self._thread_free)
         self._thread_free = start + transfers.post(flight, pieces)
-        what = (action, pieces, self._thread_free)
+        what = (action, flight, pieces, self._thread_free)
         if start == now:
             self._write(what)
         else:
             world.later(start, self._write, what)
 
-    def _write(self, what: tuple[ev.Post, int, int]) -> None:
-        action, pieces, posted = what
-        if self.host.dead or not self.host.claim(action.handle):
+    def _write(self, what: tuple[ev.Post, Flight, int, int]) -> None:
+        host = self.host
+        if host.stopping and host.stopped(self._write, what):
             return
-        world, tokens = self.world, action.stop - action.start
-        flight = world.flights[action.transfer_id]
-        world.transfers.move(
-            flight, tokens, pieces, posted, self._poll, self._done, action.handle, packed=action.packed
-        )
+        action, flight, pieces, posted = what
+        if host.claim(action.handle):
+            tokens = action.stop - action.start
+            self.world.transfers.move(
+                flight, tokens, pieces, posted, self._poll, self._done, action.handle, packed=action.packed
+            )
 
     def _done(self, handle: int) -> None:
-        if not self.host.dead:
-            self.host.feed(ev.WriteDone(handle))
+        host = self.host
+        if not (host.stopping and host.stopped(self._done, handle)):
+            host.feed(ev.WriteDone(handle))
 
 
 class PushkvDecode(Receiving):
@@ -139,11 +142,11 @@ class PushkvDecode(Receiving):
         self.engine.kick()
 
     def take_back(self, action: ev.TakeBack) -> None:
+        self.engine.kick()
         request = self.remote.pop(action.transfer_id)
         self.engine.pool.give_back(request.blocks)
         request.blocks = type(request.blocks)("i")
         self.expecting[action.transfer_id] = request
-        self.engine.kick()
 
     def admit(self, now: int) -> None:
         engine = self.engine
@@ -190,6 +193,8 @@ class PushkvDecode(Receiving):
         return report
 
     def abort(self, flight: Flight) -> None:
+        self._told.discard(flight.id)
         if self.expecting.pop(flight.id, None) is not None:
+            self.engine.kick()
             self.engine.open -= 1
         super().abort(flight)

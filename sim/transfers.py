@@ -8,15 +8,13 @@ one rank of the poster is timed, on the wires of one device of the side with few
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-import simpy
+from typing import TYPE_CHECKING, Any
 
 from pushkv.model.timing import device_bytes_per_s, flow_bytes_per_s, gather_s, post_s, scatter_s, tail_s
 from pushkv.model.timing.fabric import Op
 from pushkv.sim.blocks import runs
 from pushkv.sim.catalog import Parts
-from pushkv.sim.clock import Clock
+from pushkv.sim.clock import Call, Clock
 from pushkv.sim.fabric import Wires
 from pushkv.sim.request import Flight
 from pushkv.sim.scenario import Scenario
@@ -53,6 +51,7 @@ class Transfers:
         self._posters = poster
         self._each = max(p, d) // narrow if poster == narrow else 1
         self._copies = narrow
+        self._fan = max(p, d) // narrow
         self._gather_share, self._scatter_share = narrow / p, narrow / d
         self._landing_share = narrow / d
         self.landing_segments = max(1, int(scenario.landing_gib * (1 << 30) // SEGMENT_BYTES))
@@ -72,6 +71,11 @@ class Transfers:
     def segments(self, tokens: int) -> int:
         """Segments of landing memory per decode rank for ``tokens`` tokens."""
         return -(-int(tokens * self.bytes_per_token * self._landing_share) // SEGMENT_BYTES)
+
+    def parcels(self, tokens: int) -> int:
+        """Descriptors that one prefill rank makes for ``tokens`` packed tokens: each pair of ranks has segments of its own."""
+        pair = tokens * self.bytes_per_token // self._fan
+        return -(-pair // SEGMENT_BYTES) * self._each
 
     def packed(self, tokens: int) -> bool:
         """The path of a prompt of ``tokens`` tokens: packed where it fits the landing memory and costs less than
@@ -141,8 +145,8 @@ class Transfers:
         descriptors: int,
         posted: int,
         extra: int,
-        arrived: Callable[[int], None],
-        handle: int,
+        arrived: Callable[[Any], None],
+        handle: Any,
         *,
         packed: bool,
     ) -> None:
@@ -178,8 +182,8 @@ class _Move:
         posted: int,
         after: int,
         extra: int,
-        arrived: Callable[[int], None],
-        handle: int,
+        arrived: Callable[[Any], None],
+        handle: Any,
     ) -> None:
         self._transfers, self._flight, self._posted, self._after = transfers, flight, posted, after
         self._extra, self._arrived, self._handle = extra, arrived, handle
@@ -195,7 +199,7 @@ class _Move:
             self._record(transfers._trace, end)
         transfers._env.call(end + self._extra, self._come, None)
 
-    def _come(self, _: simpy.Event) -> None:
+    def _come(self, _: Call) -> None:
         self._arrived(self._handle)
 
     def _record(self, trace: TraceWriter, end: int) -> None:

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import simpy
-
 from pushkv.model.protocol import Settings
 from pushkv.model.protocol import events as ev
 from pushkv.model.routing import LeastTokens
@@ -23,7 +21,7 @@ from pushkv.model.timing import EngineCost
 from pushkv.sim import catalog, workload
 from pushkv.sim.baselines import PullDecode, PullPrefill, PushDecode, PushPrefill
 from pushkv.sim.blocks import BlockPool
-from pushkv.sim.clock import Clock
+from pushkv.sim.clock import Call, Clock
 from pushkv.sim.connector import Connector
 from pushkv.sim.costs import StepCosts
 from pushkv.sim.engine import Engine
@@ -175,6 +173,11 @@ class World:
         if self._progress is not None:
             self._progress(self._done, len(self._load))
 
+    @property
+    def remaining(self) -> int:
+        """Requests that have not ended."""
+        return len(self._load) - self._done
+
     # ------------------------------------------------------------ clients
 
     def _schedule_arrival(self) -> None:
@@ -201,8 +204,9 @@ class World:
 
     def _reach(self, flight: Flight) -> None:
         """The prefill leg is in its engine's inbox, and the decode leg in its own when both are sent at once."""
-        assert flight.p is not None
-        if self.hosts[self.prefill_name(flight)].dead:
+        if flight.p is not None and (flight.over or self.hosts[self.prefill_name(flight)].dead):
+            self.done_at_p(flight)
+        if flight.p is None:  # P has died, or D and the router gave up
             self.failed(flight)
             return
         self.engines[self.prefill_name(flight)].deliver(flight.p)
@@ -210,10 +214,11 @@ class World:
             self._reach_d(flight)
 
     def _reach_d(self, flight: Flight) -> None:
-        assert flight.d is not None
+        if flight.d is None:  # it has failed meanwhile
+            return
         if self.hosts[self.decode_name(flight)].dead:
             self.failed(flight)
-        elif not flight.failed:
+        else:
             self.engines[self.decode_name(flight)].deliver(flight.d)
 
     def prefilled(self, flight: Flight, now: int) -> None:
@@ -341,12 +346,13 @@ class World:
 
     def totals(self) -> Totals:
         """Sums over the run. ``events`` counts what happened in the cluster, steps that were jumped over included."""
-        engines, hosts = self.engines, self.hosts
-        p, d = [engines[n] for n in self.prefills], [engines[n] for n in self.decodes]
-        steps = sum(host.machine_steps for host in hosts.values())
+        pairs = [*self.faults.gone, *((engine, self.hosts[name]) for name, engine in self.engines.items())]
+        p = [engine for engine, _ in pairs if engine.name in self.prefills]
+        d = [engine for engine, _ in pairs if engine.name in self.decodes]
+        steps = sum(host.machine_steps for _, host in pairs)
         return Totals(
             duration_s=max(0, self._last_finish - self._start) * S_PER_TICK,
-            events=sum(engine.steps for engine in engines.values()) + self.network.messages + steps + 4 * self._done,
+            events=sum(engine.steps for engine, _ in pairs) + self.network.messages + steps + 4 * self._done,
             machine_steps=steps,
             preemptions_prefill=sum(engine.preemptions for engine in p),
             preemptions_decode=sum(engine.preemptions for engine in d),
@@ -357,6 +363,6 @@ class World:
         )
 
 
-def _call(event: simpy.Event) -> None:
-    then, what = event._value
+def _call(event: Call) -> None:
+    then, what = event.value
     then(what)

@@ -119,6 +119,17 @@ def test_validation() -> None:
     json.dumps(doc, allow_nan=False)
 
 
+def test_a_miss_that_does_not_bind_is_shown_and_does_not_fail() -> None:
+    missed = Check("out-of-sample", "TTFT mean", "ms", 1000.0, 1200.0, limit=0.1, binding=False)
+    assert not missed.passed
+    assert checks(missed).passed
+    text = report.validate(checks(missed))
+    assert text.count("MISS") == 1
+    assert "1 checks, 1 outside the limit (1 of them only reported)" in text
+    (row,) = checks(missed).document()["checks"]
+    assert (row["passed"], row["binding"]) == (False, False)
+
+
 def test_calibration_table() -> None:
     text = report.calibrate([Residual("a" * 70, 10.0, 11.0), Residual("b", 20000.0, 18000.0)])
     assert max(map(len, text.splitlines())) <= report.WIDTH

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from hypothesis import strategies as st
+from simpy.core import StopSimulation
 
 from pushkv.model.protocol import Settings
 from pushkv.sim import report
 from pushkv.sim.connector import Receiving
+from pushkv.sim.fault_file import Kind
 from pushkv.sim.metrics import COMPLETED, RequestLog
 from pushkv.sim.scenario import Fault, Scenario, load
 from pushkv.sim.ticks import ticks
@@ -25,6 +27,18 @@ Row = tuple[float, int, int]
 
 LONG_S = 3000.0
 """Past every deadline of the protocol, lease and write one after the other included."""
+
+
+
+
+def hasty(plan: Scenario) -> Settings:
+    """Deadlines so short that a run of a few simulated seconds meets all of them."""
+    transfers = World(plan, arrivals([(0.0, 1, 1)]), RequestLog(), None, None, True, None, False).transfers
+    return Settings(
+        beat_s=0.2, suspect_after_s=1.0, wait_s=8, lease_s=8, orphan_s=3, write_s=3, drain_s=0.2, greet_s=0.1, pause_s=0.4,
+        landing_segments=transfers.landing_segments, staging_bytes=int(plan.staging_gib * (1 << 30)), staging_share=1.0,
+    )  # fmt: skip
+
 
 WAYS: tuple[dict[str, str], ...] = (
     {"mode": "pull"},
@@ -77,7 +91,21 @@ def text(result: Result) -> str:
 
 def rest(made: World, seconds: float = LONG_S) -> None:
     """Let everything that is still open come to its end."""
-    made.env.run(until=made.env.now + ticks(seconds))
+    end = made.env.ticks + ticks(seconds)
+    while made.env.ticks < end:  # the end of the last request may stop the first of these
+        made.env.run(until=end)
+
+
+def start(made: World, seconds: float) -> None:
+    """The run's first ``seconds``, whether all requests have ended or not; ``rest`` goes on from there."""
+
+    def stop(_: None) -> None:
+        raise StopSimulation(None)
+
+    end = ticks(1.0 + seconds)
+    made.later(end, stop, None)
+    made.go()
+    rest(made, (end - made.env.ticks) * 1e-12)
 
 
 def leaks(made: World) -> list[str]:
@@ -92,8 +120,8 @@ def leaks(made: World) -> list[str]:
         host = made.hosts[name]
         if host.dead:
             continue
-        free = sorted(engine.pool.take(len(engine.pool)))
-        look(f"{name} blocks", free, list(range(1, engine.pool.blocks + 1)))
+        free = sorted(engine.pool._free)
+        look(f"{name} blocks", free == list(range(1, engine.pool.blocks + 1)), True)
         for what in ("active", "waiting", "prefilling", "inbox", "_starting"):
             look(f"{name} {what}", len(getattr(engine, what)), 0)
         look(f"{name} running", engine.running, 0)
@@ -158,3 +186,18 @@ def small(draw: st.DrawFn) -> tuple[dict[str, Any], list[Row]]:
 
 
 clusters = st.composite(small)()
+
+
+@st.composite
+def faulty_clusters(draw: st.DrawFn, *, for_good: bool = False) -> tuple[dict[str, Any], list[Row], list[Fault]]:
+    """A random small cluster, its requests, and up to four faults while they are under way."""
+    flags, rows = small(draw)
+    faults: list[Fault] = []
+    for _ in range(draw(st.integers(1, 4))):
+        kind = draw(st.sampled_from(get_args(Kind)))
+        p, d = f"P{draw(st.integers(0, flags['prefill'] - 1))}", f"D{draw(st.integers(0, flags['decode'] - 1))}"
+        either = draw(st.sampled_from([p, d]))
+        target = {"prefill-kill": p, "decode-kill": d, "partition": f"{p}-{d}", "pause": either}[kind]
+        lasting = [0.01, 0.3, 1.5, 5.0] + [None] * (for_good and kind.endswith("kill"))
+        faults.append(Fault(kind, target, draw(st.floats(0, 1.5)), draw(st.sampled_from(lasting))))
+    return flags, rows, faults
