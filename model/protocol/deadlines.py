@@ -1,7 +1,7 @@
 """Deadlines of many records: a heap that forgets what was disarmed.
 
-A record carries its own due time in ``due``; an entry whose time is not that any more is stale and skipped. The heap is rebuilt when
-stale entries outnumber the live ones, so it stays bounded by what is armed.
+A record carries its own due time in ``due``; an entry whose time is not that any more is stale and skipped. The heap is
+rebuilt when stale entries outnumber the live ones, so it stays bounded by what is armed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ T = TypeVar("T", bound=Timed)
 class Deadlines(Generic[T]):
     """The armed records, soonest first; equal times fire in the order of arming."""
 
-    __slots__ = ("_armed", "_heap", "_order")
+    __slots__ = ("_armed", "_heap", "_order", "soonest")
 
     def __init__(self) -> None:
+        self.soonest = NEVER
+        """No armed record is due before this; it may be early, since disarming does not look for the next."""
         self._heap: list[tuple[float, int, T]] = []
         self._order = 0
         self._armed = 0
@@ -35,11 +37,20 @@ class Deadlines(Generic[T]):
         """Entries held, stale ones included."""
         return len(self._heap)
 
+    @property
+    def armed(self) -> int:
+        """How many records are armed."""
+        return self._armed
+
     def arm(self, record: T, at: float) -> None:
         """Fire ``record`` at ``at``, in place of whatever time it was armed for."""
+        if record.due == at:
+            return
         if record.due == NEVER:
             self._armed += 1
         record.due = at
+        if at < self.soonest:
+            self.soonest = at
         self._order += 1
         heappush(self._heap, (at, self._order, record))
         if len(self._heap) > 2 * self._armed + 64:
@@ -57,7 +68,8 @@ class Deadlines(Generic[T]):
         heap = self._heap
         while heap and heap[0][2].due != heap[0][0]:
             heappop(heap)
-        return heap[0][0] if heap else NEVER
+        self.soonest = heap[0][0] if heap else NEVER
+        return self.soonest
 
     def pop_due(self, now: float) -> T | None:
         """The next record due by ``now``, disarmed; ``None`` when there is none."""

@@ -1,13 +1,14 @@
 """One rank's protocol: its ``Sender``, its ``Receiver`` and a ``Peer`` per link, behind one ``step``.
 
-Decides who hears what: messages of strangers are not heard, evidence reaches both halves, beats carry both halves' state. It has no rule
-of its own about transfers. One endpoint may stand for a group of ranks in lockstep: they see the same events, so they would
-take the same actions.
+Decides who hears what: messages of strangers are not heard, evidence reaches both halves, beats carry both halves'
+state. It has no rule of its own about transfers. One endpoint may stand for a group of ranks in lockstep: they see the
+same events, so they would take the same actions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any
 
 from pushkv.model.protocol import events as ev
@@ -22,12 +23,16 @@ from pushkv.model.protocol.states import Linking
 
 Out = list[ev.Record]
 
+REFUSED, DRAINING = Linking.REFUSED, Linking.DRAINING
+
 
 class Endpoint:
-    """Events in, actions out. The host carries out what ``step`` appends to ``out`` and calls again by ``wake_at`` (s, monotonic).
+    """Events in, actions out. The host carries out what ``step`` appends to ``out`` and calls again by ``wake_at`` (s,
+    monotonic).
 
-    ``incarnation``: a random non-zero 64-bit number of this process; ``facts``: what ``Connect`` shows to the peer's host (layouts, names, abilities).
-    Raises ``LocalProtocolError`` when the host breaks the contract; a peer cannot make it raise.
+    ``incarnation``: a random non-zero 64-bit number of this process; ``facts``: what ``Connect`` shows to the peer's
+    host (layouts, names, abilities). Raises ``LocalProtocolError`` when the host breaks the contract; a peer cannot
+    make it raise.
     """
 
     def __init__(self, incarnation: int, settings: Settings, facts: bytes = b"") -> None:
@@ -44,7 +49,9 @@ class Endpoint:
         self._facts = facts
         self._watch: Deadlines[Peer] = Deadlines()
         self._dropped: Out = []
+        self._greetings_sent = count(1)
         sender, receiver = self.sender, self.receiver
+        self._deadlines: tuple[Deadlines[Any], ...] = (*sender.deadlines, receiver.deadlines, self._watch)
         self._handlers: dict[type[ev.Record], Callable[[Any, float, Out], None]] = {
             ev.Received: self._received,
             ev.Greet: self._greet,
@@ -58,6 +65,7 @@ class Endpoint:
             ev.Begin: sender.begin,
             ev.Computed: sender.computed,
             ev.Preempted: sender.preempted,
+            ev.GiveWay: sender.give_way,
             ev.Abort: sender.abort,
             ev.Expect: self._expect,
             ev.Expose: receiver.expose,
@@ -70,32 +78,38 @@ class Endpoint:
             msg.Cancel: sender.on_cancel,
             msg.Offer: receiver.on_offer,
             msg.Written: receiver.on_written,
-            msg.Failed: receiver.on_failed,
+            msg.Failed: self._on_failed,
             msg.Cancelled: receiver.on_cancelled,
             msg.Beat: self._on_beat,
         }
 
     def step(self, events: Iterable[ev.Record], now: float, out: Out) -> None:
-        """Take ``events`` at time ``now``, then fire what is due. After a pause the events come first, and silence is excused (rule 9)."""
+        """Take ``events`` at time ``now``, then fire what is due. After a pause the events come first, and silence is
+        excused (rule 9).
+        """
         self.steps += 1
         handlers = self._handlers
         for event in events:
-            handler = handlers.get(type(event))
-            if handler is None:
-                raise LocalProtocolError(f"{type(event).__name__} is not an event of a rank")
-            handler(event, now, out)
+            kind = type(event)
+            if kind not in handlers:
+                raise LocalProtocolError(f"{kind.__name__} is not an event of a rank")
+            handlers[kind](event, now, out)
         if now >= self.wake_at:
             late = now - self.wake_at
             if late > self.settings.pause_s:
                 for peer in self.peers.values():
-                    peer.paused(late)
+                    peer.paused(late, now)
             self._fire(now, out)
         if self._dropped:
             out.extend(self._dropped)
             self._dropped.clear()
-        if self.sender.short_of_staging:
+        if self.sender.short:
             self.sender.refill(out)
-        self.wake_at = min(self.sender.wake_at, self.receiver.wake_at, self._watch.next_at())
+        wake_at = NEVER
+        for deadlines in self._deadlines:
+            if deadlines.soonest < wake_at:
+                wake_at = deadlines.soonest
+        self.wake_at = wake_at
 
     def busy(self, link: ev.Link) -> bool:
         """Whether anything is open on ``link``, in either direction."""
@@ -107,28 +121,35 @@ class Endpoint:
         message, link = e.message, e.link
         peer = self.peers.get(link)
         kind = type(message)
-        if kind is msg.Hello or kind is msg.Welcome:
+        if kind is msg.Hello or (kind is msg.Welcome and peer is not None):
             self._greetings(peer or self._peer(link), message, now, out)
             return
-        if peer is None:  # it knows us and we have forgotten it, or it knew our predecessor: greet, and it will tell what it has open
+        if kind is msg.Welcome:
+            self._count("stranger")
+            return
+        if peer is None or peer.state is REFUSED:
+            # It knows us and we have forgotten or refused it, or it knew our predecessor: greet, and it will tell what
+            # it has open.
             self._count("stranger")
             self._want(self._peer(link), now, out)
             return
         if not peer.talking or message.src != peer.incarnation:
             self._count("stranger")
+            peer.doubt(now, out)
             return
         if message.dst != self.incarnation:
             self._count("misdirected")
+            peer.doubt(now, out)  # it believes our predecessor to be here: that we ask tells it
             return
         if peer.heard(now):
-            self.receiver.link_up(link, peer.incarnation, now, out)
+            self.receiver.link_up(link, peer.incarnation, peer.floor, now, out)
         if peer.due != peer.wake_at:
             self._rearm(peer)
         self._heard[kind](link, message, now, out)
 
     def _greetings(self, peer: Peer, message: msg.Message, now: float, out: Out) -> None:
-        if peer.talking and message.src == peer.incarnation and peer.heard(now):
-            self.receiver.link_up(peer.link, peer.incarnation, now, out)
+        if peer.talking and message.src == peer.incarnation:
+            peer.heard(now)
         if isinstance(message, msg.Hello):
             peer.on_hello(message, now, out)
         elif isinstance(message, msg.Welcome):
@@ -138,6 +159,8 @@ class Endpoint:
                 self._gone(peer, now, out)
             elif peer.refusal:
                 self.receiver.link_refused(peer.link, peer.refusal, out)
+        if peer.talking and message.src == peer.incarnation:
+            self.receiver.link_up(peer.link, peer.incarnation, peer.floor, now, out)
         self._rearm(peer)
 
     def _on_beat(self, link: ev.Link, m: msg.Beat, now: float, out: Out) -> None:
@@ -145,6 +168,11 @@ class Endpoint:
         self.receiver.on_beat(link, m, out)
         if m.number or missing:
             self._send_beat(self.peers[link], 0, m.number, missing, out)
+
+    def _on_failed(self, link: ev.Link, m: msg.Failed, now: float, out: Out) -> None:
+        self.receiver.on_failed(link, m, now, out)
+        if m.reason == msg.FORGOTTEN:
+            self.peers[link].doubt(now, out)  # the answer says from where to number
 
     def _send_beat(self, peer: Peer, number: int, echo: int, missing: tuple[int, ...], out: Out) -> None:
         highest, lowest, asks = self.receiver.beat(peer.link)
@@ -158,12 +186,14 @@ class Endpoint:
         if peer is None:
             if len(self.peers) >= self.settings.links:
                 self._make_room()
-            peer = self.peers[link] = Peer(link, self.incarnation, self._facts, self.settings, self.receiver.issued)
+            peer = self.peers[link] = Peer(
+                link, self.incarnation, self._facts, self.settings, self.sender.floor, self._greetings_sent
+            )
         return peer
 
     def _make_room(self) -> None:
         """Forget the idle link that was heard least recently; live ones stay, however many."""
-        idle = [peer for peer in self.peers.values() if not self.busy(peer.link) and peer.state is not Linking.DRAINING]
+        idle = [peer for peer in self.peers.values() if not self.busy(peer.link) and peer.state is not DRAINING]
         if idle:
             self._forget(min(idle, key=lambda peer: peer.heard_at))
 
@@ -196,8 +226,8 @@ class Endpoint:
     def _connected(self, e: ev.Connected, now: float, out: Out) -> None:
         peer = self.peers.get(e.link)
         if peer is not None and peer.connected(e, now, out):
-            self.sender.link_up(e.link, peer.incarnation, peer.issued)
-            self.receiver.link_up(e.link, peer.incarnation, now, out)
+            self.sender.link_up(e.link, peer.incarnation)
+            self.receiver.link_up(e.link, peer.incarnation, peer.floor, now, out)
             self._rearm(peer)
 
     def _unfit(self, e: ev.Unfit, now: float, out: Out) -> None:
@@ -214,7 +244,7 @@ class Endpoint:
     def _gone(self, peer: Peer, now: float, out: Out) -> None:
         if peer.gone(now):
             self.sender.link_gone(peer.link, out)
-            self.receiver.link_gone(peer.link, False, out)
+            self.receiver.link_gone(peer.link, peer.heard_at, out)
             self._rearm(peer)
 
     def _fire(self, now: float, out: Out) -> None:
@@ -225,12 +255,16 @@ class Endpoint:
             word = peer.fire(now, self.busy(link), out)
             if word == "beat":
                 self._send_beat(peer, peer.ask(), 0, (), out)
+                if self.receiver.waits(link):
+                    peer.doubt(now, out)
             elif word == "silence":
                 self.receiver.link_silent(link, out)
+            elif word == "lapsed":
+                self.receiver.link_up(link, peer.incarnation, peer.floor, now, out)
             elif word == "unreachable":
                 self.receiver.link_refused(link, "peer unreachable", out)
             elif word == "drained":
-                self.receiver.link_gone(link, True, out)
+                self.receiver.link_drained(link, out)
                 peer.drained(now, self.busy(link), out)
             self._rearm(peer)
             if peer.idle and not self.busy(link):

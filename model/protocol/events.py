@@ -1,8 +1,8 @@
 """What a host tells the machines (events) and what they ask of it (actions). Records only.
 
-``link`` is ``(engine, rank)`` of the other end. ``handle`` numbers the writes of one sender, from 1. Memory is named by handles that the
-machines never look into. Events and actions of the ranks' machines and of the ledger are apart: the host carries the ledger's commands to
-every rank, and the ranks' reports to the ledger.
+``link`` is ``(engine, rank)`` of the other end. ``handle`` numbers the writes of one sender, from 1. Memory is named by
+handles that the machines never look into. Events and actions of the ranks' machines and of the ledger are apart: the
+host carries the ledger's commands to every rank, and the ranks' reports to the ledger.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class Revoked(Record, frozen=True, gc=False):
 
 
 class Begin(Record, frozen=True, gc=False):
-    """Sending side: the request of ``transfer_id`` is here and will have ``tokens`` tokens, ``bytes_per_token`` of this rank each."""
+    """Sending side: the request of ``transfer_id`` is here and will have ``tokens`` tokens, ``bytes_per_token`` of this
+    rank each.
+    """
 
     transfer_id: str
     tokens: int
@@ -115,6 +117,12 @@ class Preempted(Record, frozen=True, gc=False):
     """Sending side: what was computed and not packed is lost and will be computed again."""
 
     transfer_id: str
+
+
+class GiveWay(Record, frozen=True, gc=False):
+    """Sending side: the cache is full of finished prefills that wait for memory over there, and nothing that runs will
+    free any (rule 8).
+    """
 
 
 class Abort(Record, frozen=True, gc=False):
@@ -161,7 +169,9 @@ class Send(Record, frozen=True, gc=False):
 
 
 class Connect(Record, frozen=True, gc=False):
-    """Check ``facts`` of the peer and open the transport, beside the transfer thread. Answer ``Connected`` or ``Unfit``."""
+    """Check ``facts`` of the peer and open the transport, beside the transfer thread. Answer ``Connected`` or
+    ``Unfit``.
+    """
 
     link: Link
     incarnation: int
@@ -176,7 +186,9 @@ class Disconnect(Record, frozen=True, gc=False):
 
 
 class Pack(Record, frozen=True, gc=False):
-    """Gather tokens [``start``, ``stop``) (counted from the prompt's first) for ``handle`` into staging. Answer ``Packed``."""
+    """Gather tokens [``start``, ``stop``) (counted from the prompt's first) for ``handle`` into staging. Answer
+    ``Packed``.
+    """
 
     handle: int
     transfer_id: str
@@ -210,7 +222,7 @@ class Abandon(Record, frozen=True, gc=False):
 
 
 class Offered(Record, frozen=True, gc=False):
-    """Receiving side: every sender of ``transfer_id`` is at work on it; ``finished``: has all of it; and wants memory."""
+    """Receiving side: every sender of ``transfer_id`` is at work (``finished``: has all of it) and wants memory."""
 
     transfer_id: str
     finished: bool
@@ -223,7 +235,11 @@ class Landed(Record, frozen=True, gc=False):
 
 
 class Broken(Record, frozen=True, gc=False):
-    """Receiving side: the verdict is that it will not come. Said once; memory is free only with ``Settled``."""
+    """Receiving side: the verdict is that it will not come. Said once; memory is free only with ``Settled``.
+
+    With reason ``GAVE_WAY`` it is no verdict: the sender gives the memory back, and ``Settled`` (or ``Landed``)
+    follows.
+    """
 
     transfer_id: str
     reason: str
@@ -253,9 +269,11 @@ class Released(Record, frozen=True, gc=False):
 
 
 class Arrived(Record, frozen=True, gc=False):
-    """Receiving side: a request that waits for ``tokens`` tokens from ``peer``. ``links`` of every rank follow from the handshake.
+    """Receiving side: a request that waits for ``tokens`` tokens from ``peer``. ``links`` of every rank follow from the
+    handshake.
 
-    ``memory`` given: admitted at once, direct. Else packed needs ``segments`` of landing memory per rank, and direct asks with ``Admit`` later.
+    ``memory`` given: admitted at once, direct. Else packed needs ``segments`` of landing memory per rank, and direct
+    asks with ``Admit`` later.
     """
 
     transfer_id: str
@@ -276,7 +294,7 @@ class Allocated(Record, frozen=True, gc=False):
 
 
 class Starved(Record, frozen=True, gc=False):
-    """Receiving side: the host could not allocate for ``transfer_id``, and nothing that runs will free memory for it."""
+    """Receiving side: the host could not allocate for ``transfer_id``, and nothing that runs will free memory."""
 
     transfer_id: str
 
@@ -327,7 +345,9 @@ class ToRank(Record, frozen=True, gc=False):
 
 
 class Admit(Record, frozen=True, gc=False):
-    """Receiving side, direct: allocate now for ``transfer_id``: the sender has begun. Answer ``Allocated`` (or ``Starved``)."""
+    """Receiving side, direct: allocate now for ``transfer_id``: the sender has begun. Answer ``Allocated`` (or
+    ``Starved``).
+    """
 
     transfer_id: str
 
@@ -340,7 +360,9 @@ class Ready(Record, frozen=True, gc=False):
 
 
 class Fail(Record, frozen=True, gc=False):
-    """Receiving side: the verdict for ``transfer_id`` is failed or cancelled. Said once. ``settled``: its memory is free too."""
+    """Receiving side: the verdict for ``transfer_id`` is failed or cancelled. Said once. ``settled``: its memory is
+    free too.
+    """
 
     transfer_id: str
     reason: str
@@ -348,7 +370,7 @@ class Fail(Record, frozen=True, gc=False):
 
 
 class Free(Record, frozen=True, gc=False):
-    """Receiving side: ``memory``, which the host allocated, is settled and the host's again. Said once per allocation."""
+    """Receiving side: ``memory``, which the host allocated, is settled and its own again. Once per allocation."""
 
     transfer_id: str
     memory: Any

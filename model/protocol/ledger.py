@@ -1,7 +1,9 @@
-"""One engine's books, on the scheduler's side: who holds which memory, the verdict over all ranks, and what the host is told, once.
+"""One engine's books, on the scheduler's side: who holds which memory, the verdict over all ranks, and what the host is
+told, once.
 
-Decides when landing memory is granted and to whom, when the host is asked to allocate, who gives way, and when memory is its owner's again. It has
-no timer: memory comes back with evidence, verdicts come from the ranks. It does not decide what is written, nor whether a peer lives.
+Decides when landing memory is granted and to whom, when the host is asked to allocate, who gives way, and when memory
+is its owner's again. It has no timer: memory comes back with evidence, verdicts come from the ranks. It does not decide
+what is written, nor whether a peer lives.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol.errors import LocalProtocolError
-from pushkv.model.protocol.messages import GAVE_WAY
+from pushkv.model.protocol.messages import GAVE_WAY as GAVE_WAY
 from pushkv.model.protocol.settings import Settings
 from pushkv.model.protocol.states import INCOMING, OUTGOING, Incoming, Outgoing
 
@@ -26,7 +28,7 @@ class _In:
 
     __slots__ = (
         "asked", "e", "finished", "heir", "host_memory", "landed", "memory", "offered", "order", "segments", "settled",
-        "state", "yields",
+        "starved", "state", "yields",
     )  # fmt: skip
 
     def __init__(self, e: ev.Arrived, order: int) -> None:
@@ -45,7 +47,7 @@ class _In:
         self.finished: set[int] = set()
         self.landed: set[int] = set()
         self.settled: set[int] = set()
-        self.asked = False
+        self.asked = self.starved = False
         self.heir = ""
 
     def move(self, event: str) -> None:
@@ -70,7 +72,8 @@ class _Out:
 class Ledger:
     """Custody and verdicts of one engine with ``ranks`` ranks (1 for a lockstep group).
 
-    ``step`` takes events of the host and reports of the ranks and appends actions. Raises ``LocalProtocolError`` when the host breaks the contract.
+    ``step`` takes events of the host and reports of the ranks and appends actions. Raises ``LocalProtocolError`` when
+    the host breaks the contract.
     """
 
     def __init__(self, settings: Settings, ranks: int = 1) -> None:
@@ -107,11 +110,12 @@ class Ledger:
     def step(self, events: Iterable[ev.Record], now: float, out: Out) -> None:
         """Take ``events``; ``now`` is not looked at: the books know no time."""
         self.steps += 1
+        handlers = self._handlers
         for event in events:
-            handler = self._handlers.get(type(event))
-            if handler is None:
-                raise LocalProtocolError(f"{type(event).__name__} is not an event of a ledger")
-            handler(event, out)
+            kind = type(event)
+            if kind not in handlers:
+                raise LocalProtocolError(f"{kind.__name__} is not an event of a ledger")
+            handlers[kind](event, out)
 
     # ------------------------------------------------------------ what a host may look at
 
@@ -173,19 +177,26 @@ class Ledger:
         self._expose(entry, out)
 
     def _starved(self, e: ev.Starved, out: Out) -> None:
-        """Rule 8: the youngest that has memory and has not been offered gives way, one at a time for one heir."""
         entry = self._in.get(e.transfer_id)
-        if entry is None or entry.state is not WANTING or len(entry.finished) < self._all:
-            return
+        if entry is not None and entry.state is WANTING:
+            entry.starved = True
+            if len(entry.finished) == self._all:
+                self._make_way(entry, out)
+
+    def _make_way(self, heir: _In, out: Out) -> None:
+        """Rule 8: for a finished prefill without memory the youngest gives way that has some, was not finished when it
+        got it, and where nothing has landed; one at a time.
+        """
         victim: _In | None = None
         for other in self._in.values():
-            if other.heir == e.transfer_id and other.state is YIELDING:
+            if other.state is YIELDING and other.heir == heir.e.transfer_id:
                 return
-            can = other.state is HOLDING and other.host_memory and not other.landed and other.yields < self._set.yields
-            if can and (victim is None or other.order > victim.order):
+            started = other.landed or len(other.finished) == self._all or other.e.tokens == 0
+            can = other.state is HOLDING and not started and other.yields < self._set.yields
+            if can and other.e.packed == heir.e.packed and (victim is None or other.order > victim.order):
                 victim = other
         if victim is not None:
-            self._yield(victim, e.transfer_id, out)
+            self._yield(victim, heir.e.transfer_id, out)
 
     def _yield(self, entry: _In, heir: str, out: Out) -> None:
         entry.move("yield")
@@ -225,8 +236,8 @@ class Ledger:
         entry.offered.add(rank)
         if r.finished:
             entry.finished.add(rank)
-        if len(entry.offered) < self._all:
-            return
+        if len(entry.offered) < self._all or (entry.yields and len(entry.finished) < self._all):
+            return  # what has given way gets memory again when its prefill is finished: it does not give way for ever
         entry.move("offer")
         if entry.e.packed:
             self._wanting[r.transfer_id] = entry
@@ -234,6 +245,8 @@ class Ledger:
         elif not entry.asked:
             entry.asked = True
             out.append(ev.Admit(r.transfer_id))
+        elif entry.starved and len(entry.finished) == self._all:
+            self._make_way(entry, out)
 
     def _has_landed(self, rank: int, r: ev.Landed, out: Out) -> None:
         entry = self._in[r.transfer_id]
@@ -278,7 +291,7 @@ class Ledger:
             self._requeue(entry, out)
         elif entry.state is ENDING:
             entry.move("settle")
-            self._close(entry, out)
+            self._close(entry, out, failed=True)
 
     # ------------------------------------------------------------ receiving: one transfer
 
@@ -299,11 +312,15 @@ class Ledger:
         self._judge(entry, out)
 
     def _resume(self, entry: _In, out: Out) -> None:
-        """It gave way too late: on some ranks it has landed, and its senders there do not send twice. The others go on in the same memory."""
+        """It gave way too late: on some ranks it has landed, and its senders there do not send twice. The others go on
+        in the same memory.
+        """
         entry.move("resume")
         e = entry.e
         for rank in sorted(entry.settled - entry.landed):
-            out.append(ev.ToRank(rank, ev.Expect(e.transfer_id, e.links[rank], e.tokens, e.packed, e.fanout, entry.memory)))
+            out.append(
+                ev.ToRank(rank, ev.Expect(e.transfer_id, e.links[rank], e.tokens, e.packed, e.fanout, entry.memory))
+            )
         entry.settled.clear()
         entry.heir = ""
 
@@ -319,10 +336,9 @@ class Ledger:
         self._register(entry, out)
         self._return(entry, out)
 
-    def _close(self, entry: _In, out: Out) -> None:
+    def _close(self, entry: _In, out: Out, *, failed: bool = False) -> None:
         """The one place where an entry leaves the books and its memory goes back."""
         del self._in[entry.e.transfer_id]
-        failed = len(entry.landed) < self._all
         if failed:
             peer = entry.e.peer
             self._quarantine[peer] -= 1
@@ -348,7 +364,9 @@ class Ledger:
             self._grant(out)
 
     def _grant(self, out: Out) -> None:
-        """Landing memory in the order: finished prefills first, then as they arrived. Who waits for room is not overtaken."""
+        """Landing memory in the order: finished prefills first, then as they arrived. Who waits for room is not
+        overtaken.
+        """
         cap = self._set.landing_share * self._set.landing_segments
         queue: Iterable[_In] = self._wanting.values()
         if len(self._wanting) > 1:
@@ -356,10 +374,12 @@ class Ledger:
         for entry in list(queue):
             need, peer = entry.e.segments, entry.e.peer
             held = self._held_by.get(peer, 0)
+            if need > len(self._free):
+                if len(entry.finished) == self._all:
+                    self._make_way(entry, out)
+                break
             if held and held + need > cap:
                 continue
-            if need > len(self._free):
-                break
             if need:
                 entry.segments = tuple(self._free[-need:])
                 del self._free[-need:]

@@ -1,9 +1,10 @@
 """What goes over the wire between two engines, and its encoding. Decides nothing about when.
 
-A frame is two bytes (version, kind) and a msgpack array of the fields in order. Every message names the incarnation of its
-writer (``src``) and the one it is meant for (``dst``; 0: not yet known), so that nothing said to a dead process is heard by its
-successor. ``attempt`` numbers registrations per link (one receiving rank to one sending rank) and incarnation, from 1.
-Names of memory (``memory``) are handles: the connector puts descriptors of segments or block lists there, the simulator what it likes.
+A frame is two bytes (version, kind) and a msgpack array of the fields in order. Every message names the incarnation of
+its writer (``src``) and the one it is meant for (``dst``; 0: not yet known), so that nothing said to a dead process is
+heard by its successor. ``attempt`` numbers registrations per link (one receiving rank to one sending rank) and
+incarnation, from 1. Names of memory (``memory``) are handles: the connector puts descriptors of segments or block lists
+there, the simulator what it likes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ MAX_FRAME_BYTES: Final = 1 << 20
 
 GAVE_WAY: Final = "gave way"
 """The one reason of ``Failed`` that is no failure: the sender gives the memory back for a finished prefill (rule 8)."""
+
+FORGOTTEN: Final = "forgotten"
+"""Reason of ``Failed`` for a registration that counts as seen, and of which no more is known."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Incarnation = Annotated[int, msgspec.Meta(ge=0)]
@@ -41,20 +45,22 @@ class Message(msgspec.Struct, frozen=True, gc=False, array_like=True):
 class Hello(Message, frozen=True, gc=False, array_like=True):
     """First word to a peer, and the question that proves who answers at its endpoint now.
 
-    ``issued``: the last registration that its writer has issued to the reader: what was issued before they met counts as seen.
-    ``facts``: layouts, layer names, abilities.
+    ``floor``: the reader's registrations up to it count as seen by the writer, who has none of them open; it numbers on
+    from there. ``facts``: layouts, layer names, abilities.
     """
 
     number: Number
-    issued: Number = 0
+    floor: Number = 0
     facts: Annotated[bytes, msgspec.Meta(max_length=1 << 19)] = b""
 
 
 class Welcome(Message, frozen=True, gc=False, array_like=True):
-    """Answer to ``Hello`` number ``echo``: connected. ``refusal`` is empty, or says why no transfer is possible, naming both sides' values."""
+    """Answer to ``Hello`` number ``echo``: connected. ``refusal`` is empty, or says why no transfer is possible, naming
+    both sides' values.
+    """
 
     echo: Number
-    issued: Number = 0
+    floor: Number = 0
     facts: Annotated[bytes, msgspec.Meta(max_length=1 << 19)] = b""
     refusal: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 
@@ -99,7 +105,9 @@ class Offer(Message, frozen=True, gc=False, array_like=True):
 
 
 class Written(Message, frozen=True, gc=False, array_like=True):
-    """Sender to receiver, after the bytes are remotely complete: part ``part`` of ``tokens`` tokens; ``last`` closes the count."""
+    """Sender to receiver, after the bytes are remotely complete: part ``part`` of ``tokens`` tokens; ``last`` closes
+    the count.
+    """
 
     attempt: Number
     part: Number
@@ -120,8 +128,16 @@ class Cancelled(Message, frozen=True, gc=False, array_like=True):
     attempt: Number
 
 
+ASK_REGISTERED: Final = 0
+ASK_OFFERED: Final = 1
+ASK_GRANTED: Final = 2
+ASK_CANCELLED: Final = 3
+ASK_REQUEUE: Final = 4
+"""Stages of a registration as ``Ask`` tells them; the last is a cancel that gives way."""
+
+
 class Ask(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """One open registration as its receiver sees it: ``stage`` 0 registered, 1 offered, 2 granted, 3 cancelled, 4 cancelled to requeue."""
+    """One open registration as its receiver sees it: ``stage`` is one of ``ASK_*``."""
 
     attempt: Number
     stage: Annotated[int, msgspec.Meta(ge=0, le=4)]
@@ -131,8 +147,8 @@ class Ask(msgspec.Struct, frozen=True, gc=False, array_like=True):
 class Beat(Message, frozen=True, gc=False, array_like=True):
     """Both ways, cumulative. ``number`` > 0 asks for an answer; ``echo`` > 0 is one.
 
-    ``highest`` and ``lowest``: last registration issued and lowest one open; ``open``: all that are open; ``missing``: registrations or grants
-    in the beat that this one answers which have not arrived here.
+    ``highest`` and ``lowest``: last registration issued and lowest one open; ``open``: all that are open; ``missing``:
+    registrations or grants in the beat that this one answers which have not arrived here.
     """
 
     number: Number
@@ -143,7 +159,18 @@ class Beat(Message, frozen=True, gc=False, array_like=True):
     missing: Attempts = ()
 
 
-KINDS: Final[tuple[type[Message], ...]] = (Hello, Welcome, Register, Grant, Cancel, Offer, Written, Failed, Cancelled, Beat)
+KINDS: Final[tuple[type[Message], ...]] = (
+    Hello,
+    Welcome,
+    Register,
+    Grant,
+    Cancel,
+    Offer,
+    Written,
+    Failed,
+    Cancelled,
+    Beat,
+)
 _NUMBER_OF: Final = {kind: number for number, kind in enumerate(KINDS)}
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODERS: Final = tuple(msgspec.msgpack.Decoder(kind) for kind in KINDS)

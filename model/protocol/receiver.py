@@ -1,7 +1,9 @@
-"""The half of one rank whose memory a peer touches: registrations, arrivals, the verdict, and the evidence that nobody writes any more.
+"""The half of one rank whose memory a peer touches: registrations, arrivals, the verdict, and the evidence that nobody
+writes any more.
 
-Decides when a transfer has landed, when it will not come, and when its memory is settled. Does not decide who gets memory (``Ledger``). In
-pull the same machine runs on P: what it exposes is the source, and ``Landed`` means that it has been read.
+Decides when a transfer has landed, when it will not come, and when its memory is settled. Does not decide who gets
+memory (``Ledger``). In pull the same machine runs on P: what it exposes is the source, and ``Landed`` means that it has
+been read.
 """
 
 from __future__ import annotations
@@ -20,15 +22,30 @@ Out = list[ev.Record]
 UNSENT, REGISTERED, OFFERED = Receiving.UNSENT, Receiving.REGISTERED, Receiving.OFFERED
 EXPOSED, WITHDRAWN, LANDED, ENDED = Receiving.EXPOSED, Receiving.WITHDRAWN, Receiving.LANDED, Receiving.ENDED
 
+_ASKED = {REGISTERED: msg.ASK_REGISTERED, OFFERED: msg.ASK_OFFERED, EXPOSED: msg.ASK_GRANTED}
+
 
 class _Shard:
     """One registration on one link."""
 
-    __slots__ = ("asked", "attempt", "finished", "link", "offered", "parts", "parts_in_all", "state", "tokens", "transfer")
+    __slots__ = (
+        "asked",
+        "attempt",
+        "finished",
+        "link",
+        "offered",
+        "parts",
+        "parts_in_all",
+        "registered_at",
+        "state",
+        "tokens",
+        "transfer",
+    )
 
     def __init__(self, link: _Link, transfer: _Expected) -> None:
         self.link, self.transfer = link, transfer
         self.attempt = 0
+        self.registered_at = 0.0
         self.asked = ""
         self.state = UNSENT
         self.offered = self.finished = False
@@ -70,16 +87,18 @@ class _Link:
 
     __slots__ = ("highest", "incarnation", "key", "live", "silent", "unsent", "up")
 
-    def __init__(self, key: ev.Link, issued: int) -> None:
+    def __init__(self, key: ev.Link, highest: int) -> None:
         self.key = key
         self.incarnation = 0
         self.up = self.silent = False
-        self.highest = issued
+        self.highest = highest
         self.live: dict[int, _Shard] = {}
         self.unsent: list[_Shard] = []
 
     def lowest(self) -> int:
-        """Lowest attempt that is open; the next one when none is. Attempts open in order, so the first key is the lowest."""
+        """Lowest attempt that is open; the next one when none is. Attempts open in order, so the first key is the
+        lowest.
+        """
         for attempt in self.live:
             return attempt
         return self.highest + 1
@@ -93,32 +112,23 @@ class Receiver:
         self._set = settings
         self._links: dict[ev.Link, _Link] = {}
         self._transfers: dict[str, _Expected] = {}
-        self._deadlines: Deadlines[_Expected] = Deadlines()
+        self.deadlines: Deadlines[_Expected] = Deadlines()
         self._issued = 0
         self.counters: dict[str, int] = {}
-
-    @property
-    def wake_at(self) -> float:
-        """The soonest deadline (s); ``inf`` without one."""
-        return self._deadlines.next_at()
 
     def sizes(self) -> dict[str, int]:
         """Entries per table: what must stay bounded by what is open."""
         return {
             "transfers": len(self._transfers),
             "live": sum(len(link.live) + len(link.unsent) for link in self._links.values()),
-            "deadlines": len(self._deadlines),
+            "armed": self.deadlines.armed,
+            "deadlines": len(self.deadlines),
         }
 
     def busy(self, link: ev.Link) -> bool:
         """Whether anything is open on ``link``."""
         state = self._links.get(link)
         return state is not None and (bool(state.live) or bool(state.unsent))
-
-    def issued(self, link: ev.Link) -> int:
-        """The last registration issued on ``link``."""
-        state = self._links.get(link)
-        return self._issued if state is None else state.highest
 
     def beat(self, link: ev.Link) -> tuple[int, int, tuple[msg.Ask, ...]]:
         """What goes into a beat on ``link``: last registration issued, lowest open, and all that are open."""
@@ -129,9 +139,9 @@ class Receiver:
         for attempt, shard in state.live.items():
             now = shard.state
             if now is WITHDRAWN:
-                stage = 4 if shard.transfer.requeue else 3
+                stage = msg.ASK_REQUEUE if shard.transfer.requeue else msg.ASK_CANCELLED
             else:
-                stage = 2 if now is EXPOSED else 1 if now is OFFERED else 0
+                stage = _ASKED[now]
             asks.append(msg.Ask(attempt, stage, len(shard.parts)))
             if len(asks) == msg.MAX_OPEN:
                 break  # the rest is told when these are closed
@@ -139,12 +149,18 @@ class Receiver:
 
     # ------------------------------------------------------------ links
 
-    def link_up(self, link: ev.Link, incarnation: int, now: float, out: Out) -> None:
-        """``link`` is connected: registrations that waited for it are sent."""
+    def link_up(self, link: ev.Link, incarnation: int, floor: int, now: float, out: Out) -> None:
+        """``link`` is connected: registrations that waited for it are sent, numbered above what counts as seen there.
+
+        What is open and below ``floor`` was forgotten there: it is not written, and refused from now on (E4).
+        """
         state = self._link(link)
         state.incarnation = incarnation
+        state.highest = max(state.highest, floor)
+        if floor and state.live:
+            self._end_or_register_again(state, floor, "forgotten by the sender", out)
         state.up, state.silent = True, False
-        self._send_unsent(state, out)
+        self._send_unsent(state, now, out)
 
     def link_refused(self, link: ev.Link, reason: str, out: Out) -> None:
         """No transfer is possible with this peer, or it cannot be reached: what was never sent ends, and is settled."""
@@ -163,22 +179,57 @@ class Receiver:
             for shard in list(state.live.values()):
                 self._fail(shard.transfer, "peer silent", out)
 
-    def link_gone(self, link: ev.Link, drained: bool, out: Out) -> None:
-        """The peer's process is proven gone (E2): verdicts fall at once, memory is settled once the fabric has ``drained``."""
+    def link_gone(self, link: ev.Link, heard_at: float, out: Out) -> None:
+        """The peer's process is proven gone (E2), last heard at ``heard_at``: verdicts fall at once, memory is settled
+        later.
+
+        What was registered with it after it was last heard was meant for its successor, who gets it when the link is
+        drained.
+        """
         state = self._links.get(link)
         if state is None:
             return
         state.up = state.silent = False
         for shard in list(state.live.values()):
-            self._fail(shard.transfer, "peer gone", out)
-        if drained:
-            for shard in list(state.live.values()):
-                self._end(shard, "peer gone", out)
-            if not state.unsent:
-                self.link_forget(link)
+            if shard.registered_at < heard_at or shard.state is WITHDRAWN:
+                self._fail(shard.transfer, "peer gone", out)
+
+    def link_drained(self, link: ev.Link, out: Out) -> None:
+        """The fabric holds no write of the dead process any more (E2): all that it was told of is settled."""
+        state = self._links.get(link)
+        if state is None:
+            return
+        self._end_or_register_again(state, state.highest, "peer gone", out)
+        if not state.unsent:
+            self.link_forget(link)
+
+    def _end_or_register_again(self, link: _Link, highest: int, reason: str, out: Out) -> None:
+        """Attempts up to ``highest`` are settled: what nobody has answered becomes another attempt, the rest end."""
+        for shard in list(link.live.values()):
+            if shard.attempt > highest:
+                break
+            if shard.state in (REGISTERED, EXPOSED):
+                self._again(shard)
+            else:
+                self._end(shard, reason, out)
+
+    def _again(self, shard: _Shard) -> None:
+        """Nobody has this attempt: it will be another one when the link is up (again)."""
+        shard.move("again")
+        del shard.link.live[shard.attempt]
+        shard.link.unsent.append(shard)
+        shard.parts.clear()
+        shard.tokens, shard.parts_in_all = 0, -1
+
+    def waits(self, link: ev.Link) -> bool:
+        """Whether something is still to be registered on ``link``."""
+        state = self._links.get(link)
+        return state is not None and bool(state.unsent)
 
     def link_forget(self, link: ev.Link) -> None:
-        """Nothing is open on ``link``. Its numbers are not used again: whoever comes to know it anew counts on from the highest of all."""
+        """Nothing is open on ``link``. Its numbers are not used again: whoever comes to know it anew counts on from the
+        highest of all.
+        """
         state = self._links.pop(link, None)
         if state is not None:
             self._issued = max(self._issued, state.highest)
@@ -200,7 +251,9 @@ class Receiver:
         if transfer.verdict:
             return
         finished = all(s.finished for s in transfer.shards)
-        if (finished and not transfer.offered_finished) or (not transfer.offered and all(s.offered for s in transfer.shards)):
+        if (finished and not transfer.offered_finished) or (
+            not transfer.offered and all(s.offered for s in transfer.shards)
+        ):
             transfer.offered, transfer.offered_finished = True, finished
             out.append(ev.Offered(transfer.transfer_id, finished))
 
@@ -215,7 +268,12 @@ class Receiver:
             return
         wanted = shard.transfer.tokens
         empty = m.tokens == 0 and wanted > 0
-        if shard.transfer.memory is None or empty or shard.tokens + m.tokens > wanted or (m.last and shard.parts_in_all >= 0):
+        if (
+            shard.transfer.memory is None
+            or empty
+            or shard.tokens + m.tokens > wanted
+            or (m.last and shard.parts_in_all >= 0)
+        ):
             self._count("written_refused")
             return
         shard.parts.add(m.part)
@@ -229,7 +287,9 @@ class Receiver:
                 self._end(shard, "fewer tokens than wanted", out)
 
     def on_failed(self, link: ev.Link, m: msg.Failed, now: float, out: Out) -> None:
-        """It will not come, and nothing of it is active (E1). One that gave way is no failure: the ledger has it registered anew."""
+        """It will not come, and nothing of it is active (E1). One that gave way is no failure: the ledger has it
+        registered anew.
+        """
         shard = self._open(link, m.attempt)
         if shard is not None and m.reason == msg.GAVE_WAY and shard.transfer.exposed and not shard.transfer.verdict:
             transfer = shard.transfer
@@ -239,8 +299,10 @@ class Receiver:
                 out.append(ev.Broken(transfer.transfer_id, m.reason))
                 self._withdraw_all(transfer, out)
             self._retire(shard, out)
-            return
-        self._closed(link, m.attempt, m.reason, out)
+        elif shard is not None and m.reason == msg.FORGOTTEN and shard.state in (REGISTERED, EXPOSED):
+            self._again(shard)
+        else:
+            self._closed(link, m.attempt, m.reason, out)
 
     def on_cancelled(self, link: ev.Link, m: msg.Cancelled, now: float, out: Out) -> None:
         """Stopped, or never seen and refused from now on (E1, E4)."""
@@ -263,7 +325,7 @@ class Receiver:
     # ------------------------------------------------------------ the ledger
 
     def expect(self, e: ev.Expect, now: float, out: Out) -> None:
-        """Register with every link. Raises ``LocalProtocolError`` while an attempt of the same transfer is open here."""
+        """Register with every link. Raises ``LocalProtocolError`` while an attempt of the same id is open here."""
         if e.transfer_id in self._transfers:
             raise LocalProtocolError(f"{e.transfer_id} is open: settle one attempt before the next")
         if not e.links or len(set(e.links)) != len(e.links):
@@ -271,7 +333,7 @@ class Receiver:
         transfer = self._transfers[e.transfer_id] = _Expected(e)
         if e.tokens == 0 and transfer.memory is None:
             transfer.memory = ()
-        self._deadlines.arm(transfer, now + self._set.wait_s)
+        self.deadlines.arm(transfer, now + self._set.wait_s)
         for key in e.links:
             link = self._link(key)
             shard = _Shard(link, transfer)
@@ -280,12 +342,14 @@ class Receiver:
         for key in e.links:
             link = self._links[key]
             if link.up and not link.silent:
-                self._send_unsent(link, out)
+                self._send_unsent(link, now, out)
             if self._links[key].silent:
                 self.link_refused(key, "peer silent", out)
 
     def expose(self, e: ev.Expose, now: float, out: Out) -> None:
-        """The destination is there: grant it. Ignored when the verdict fell meanwhile: the ledger gets ``Settled`` then."""
+        """The destination is there: grant it. Ignored when the verdict fell meanwhile: the ledger gets ``Settled``
+        then.
+        """
         transfer = self._transfers.get(e.transfer_id)
         if transfer is None or transfer.verdict:
             self._count("expose_late")
@@ -299,7 +363,9 @@ class Receiver:
             if shard.state in (REGISTERED, OFFERED):
                 shard.move("expose")
                 transfer.exposed = True
-                out.append(ev.Send(shard.link.key, msg.Grant(self._me, shard.link.incarnation, shard.attempt, e.memory)))
+                out.append(
+                    ev.Send(shard.link.key, msg.Grant(self._me, shard.link.incarnation, shard.attempt, e.memory))
+                )
 
     def withdraw(self, e: ev.Withdraw, now: float, out: Out) -> None:
         """The ledger gives the transfer up, or takes its memory back to grant it to another."""
@@ -324,20 +390,20 @@ class Receiver:
 
     def fire(self, now: float, out: Out) -> None:
         """Verdicts whose time has come."""
-        while (transfer := self._deadlines.pop_due(now)) is not None:
+        while (transfer := self.deadlines.pop_due(now)) is not None:
             self._fail(transfer, "deadline", out)
 
     # ------------------------------------------------------------ one shard
 
-    def _send_unsent(self, link: _Link, out: Out) -> None:
+    def _send_unsent(self, link: _Link, now: float, out: Out) -> None:
         unsent, link.unsent = link.unsent, []
         for shard in unsent:
-            self._register(shard, out)
+            self._register(shard, now, out)
 
-    def _register(self, shard: _Shard, out: Out) -> None:
+    def _register(self, shard: _Shard, now: float, out: Out) -> None:
         link, transfer = shard.link, shard.transfer
         link.highest += 1
-        shard.attempt = link.highest
+        shard.attempt, shard.registered_at = link.highest, now
         link.live[shard.attempt] = shard
         shard.move("send" if transfer.memory is None else "send_exposed")
         transfer.exposed = transfer.exposed or (transfer.memory is not None and transfer.tokens > 0)
@@ -347,7 +413,15 @@ class Receiver:
         link, t = shard.link, shard.transfer
         memory = t.memory if shard.state is EXPOSED else None
         register = msg.Register(
-            self._me, link.incarnation, shard.attempt, t.transfer_id, t.tokens, t.fanout, t.packed, link.lowest(), memory
+            self._me,
+            link.incarnation,
+            shard.attempt,
+            t.transfer_id,
+            t.tokens,
+            t.fanout,
+            t.packed,
+            link.lowest(),
+            memory,
         )
         out.append(ev.Send(link.key, register))
 
@@ -369,8 +443,7 @@ class Receiver:
 
     def _retire(self, shard: _Shard, out: Out) -> None:
         """A shard is settled: it leaves the link, and its transfer is looked at."""
-        if shard.attempt:
-            del shard.link.live[shard.attempt]
+        shard.link.live.pop(shard.attempt, None)
         shard.transfer.open -= 1
         self._judge(shard.transfer, out)
 
@@ -401,7 +474,7 @@ class Receiver:
             transfer.verdict = True
             transfer.reason = reason
             transfer.requeue = False
-            self._deadlines.disarm(transfer)
+            self.deadlines.disarm(transfer)
             out.append(ev.Broken(transfer.transfer_id, transfer.reason))
             self._withdraw_all(transfer, out)
             self._judge(transfer, out)
@@ -425,22 +498,26 @@ class Receiver:
             self._settled(transfer, out)
 
     def _resume(self, transfer: _Expected, out: Out) -> None:
-        """It gave way too late: some of it has landed, and is not sent twice. The rest is registered again, in the same memory."""
+        """It gave way too late: some of it has landed, and is not sent twice. The rest is registered again, in the same
+        memory.
+        """
         transfer.requeue, transfer.reason = False, ""
         for index, old in enumerate(transfer.shards):
             if old.state is ENDED:
                 transfer.shards[index] = shard = _Shard(old.link, transfer)
                 transfer.open += 1
-                self._register(shard, out)
+                self._register(shard, old.registered_at, out)
 
     def _settled(self, transfer: _Expected, out: Out) -> None:
-        """Forget the transfer here. Shards that are still open, and were never given anything, are closed by their links."""
+        """Forget the transfer here. Shards that are still open, and were never given anything, are closed by their
+        links.
+        """
         if not transfer.settled:
             transfer.settled = True
             out.append(ev.Settled(transfer.transfer_id))
         if self._transfers.get(transfer.transfer_id) is transfer:
             del self._transfers[transfer.transfer_id]
-            self._deadlines.disarm(transfer)
+            self.deadlines.disarm(transfer)
 
     def _open(self, link: ev.Link, attempt: int) -> _Shard | None:
         state = self._links.get(link)

@@ -1,7 +1,8 @@
 """Which registration numbers of a peer have been seen: a floor and the runs above it.
 
-Numbers are seen nearly in order, so this is one integer almost always. A number counts as seen for ever: a late duplicate of a
-closed registration must not be taken for a new one (it would be written into memory that has another owner by then).
+Numbers are seen nearly in order, so this is one integer almost always. A number counts as seen for ever: a late
+duplicate of a closed registration must not be taken for a new one (it would be written into memory that has another
+owner by then).
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from bisect import bisect_right
 
 
 class Seen:
-    """A set of positive integers that grows only. Memory is bounded by ``max_runs``: past it the lowest gap counts as seen."""
+    """A set of positive integers that grows only. Memory is bounded by ``max_runs``: past it the lowest gap counts as
+    seen.
+    """
 
     __slots__ = ("_max_runs", "_runs", "floor")
 
@@ -24,6 +27,11 @@ class Seen:
             return True
         at = bisect_right(self._runs, (number, 1 << 63)) - 1
         return at >= 0 and self._runs[at][1] >= number
+
+    @property
+    def highest(self) -> int:
+        """The highest number that was seen."""
+        return self._runs[-1][1] if self._runs else self.floor
 
     @property
     def runs(self) -> int:

@@ -1,7 +1,8 @@
 """The posting half of one rank: rendezvous, lease, staging, writes, and the one who says that a shard is settled (E1).
 
-Decides when a part is packed and posted, when the source may go, and what the receiver is told. Does not decide where bytes go
-(layout), which path is taken (host) or whether a peer lives (``Peer``). In pull the same machine runs on D and its posts are reads.
+Decides when a part is packed and posted, when the source may go, and what the receiver is told. Does not decide where
+bytes go (layout), which path is taken (host) or whether a peer lives (``Peer``). In pull the same machine runs on D and
+its posts are reads.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ Out = list[ev.Record]
 
 REGISTERED, PROMISED, MET, GRANTED = Sending.REGISTERED, Sending.PROMISED, Sending.MET, Sending.GRANTED
 WRITING, STOPPING = Sending.WRITING, Sending.STOPPING
+
+TOO_MANY: Final = "too many open registrations"
+TOO_LONG: Final = "more tokens than the prompt has"
 
 PACKING: Final = 0
 POSTABLE: Final = 1
@@ -81,13 +85,14 @@ class _Outgoing:
     """One transfer at this rank: the prefill and the shards that read it."""
 
     __slots__ = (
-        "begun", "bytes_per_token", "chunked", "closed", "computed", "due", "ended", "fanout", "final", "open", "peer",
-        "readers", "reason", "released", "shards", "started", "told", "tokens", "transfer_id",
+        "begun", "bytes_per_token", "chunked", "closed", "computed", "due", "ended", "fanout", "final", "open",
+        "overdue", "peer", "readers", "reason", "released", "shards", "started", "tokens", "told",
+        "transfer_id",
     )  # fmt: skip
 
     def __init__(self, transfer_id: str) -> None:
         self.transfer_id = transfer_id
-        self.begun = self.started = self.final = self.chunked = False
+        self.begun = self.started = self.final = self.chunked = self.overdue = False
         self.tokens = self.computed = self.bytes_per_token = 0
         self.peer = ""
         self.fanout = 1
@@ -103,14 +108,15 @@ class _Outgoing:
 class _Link:
     """What this sender knows of one receiving rank's incarnation."""
 
-    __slots__ = ("incarnation", "key", "live", "seen", "tombstones", "up")
+    __slots__ = ("base", "incarnation", "key", "live", "seen", "tombstones", "up")
 
-    def __init__(self, key: ev.Link, incarnation: int, issued: int, open_per_link: int) -> None:
+    def __init__(self, key: ev.Link, incarnation: int, floor: int, open_per_link: int) -> None:
         self.key = key
         self.incarnation = incarnation
         self.up = True
         self.seen = Seen(open_per_link)
-        self.seen.raise_floor(issued)
+        self.base = floor
+        self.seen.raise_floor(floor)
         self.live: dict[int, _Shard] = {}
         self.tombstones: OrderedDict[int, list[msg.Message]] = OrderedDict()
 
@@ -129,29 +135,22 @@ class Sender:
         self._writes: dict[int, _Write] = {}
         self._leases: Deadlines[_Outgoing] = Deadlines()
         self._posted: Deadlines[_Write] = Deadlines()
+        self.deadlines = (self._leases, self._posted)
         self._remembered: OrderedDict[str, str] = OrderedDict()
+        self._forgotten = 0
         self._handles = 0
         self._staged = 0
         self._staged_by: dict[str, int] = {}
-        self._short: deque[_Shard] = deque()
+        self.short: deque[_Shard] = deque()
+        """Shards of which a part waits for staging."""
         self.counters: dict[str, int] = {}
 
     # ------------------------------------------------------------ what a host may look at
 
     @property
-    def wake_at(self) -> float:
-        """The soonest deadline (s); ``inf`` without one."""
-        return min(self._leases.next_at(), self._posted.next_at())
-
-    @property
     def staged_bytes(self) -> int:
         """Bytes of staging in use."""
         return self._staged
-
-    @property
-    def short_of_staging(self) -> bool:
-        """Whether a part waits for staging."""
-        return bool(self._short)
 
     def sizes(self) -> dict[str, int]:
         """Entries per table: what must stay bounded by what is open."""
@@ -162,7 +161,8 @@ class Sender:
             "tombstones": sum(len(link.tombstones) for link in self._links.values()),
             "runs": sum(link.seen.runs for link in self._links.values()),
             "remembered": len(self._remembered),
-            "short": len(self._short),
+            "short": len(self.short),
+            "armed": self._leases.armed + self._posted.armed,
             "deadlines": len(self._leases) + len(self._posted),
         }
 
@@ -172,7 +172,8 @@ class Sender:
         return state is not None and bool(state.live)
 
     def claim(self, handle: int, now: float) -> bool:
-        """The moment of posting: ``True`` means post now, ``False`` that the shard ended meanwhile and must not be posted.
+        """The moment of posting: ``True`` means post now, ``False`` that the shard ended meanwhile and must not be
+        posted.
 
         Raises ``LocalProtocolError`` for a handle that was claimed before.
         """
@@ -183,7 +184,11 @@ class Sender:
             raise LocalProtocolError(f"claim of handle {handle}, which is packing or was claimed before")
         shard = write.shard
         never_posted = shard.state is GRANTED
-        if (never_posted and shard.outgoing.due <= now) or not (never_posted or shard.state is WRITING) or not shard.link.up:
+        if (
+            (never_posted and shard.outgoing.due <= now)
+            or not (never_posted or shard.state is WRITING)
+            or not shard.link.up
+        ):
             return False
         shard.move("claim")
         write.stage = CLAIMED
@@ -194,13 +199,22 @@ class Sender:
 
     # ------------------------------------------------------------ links
 
-    def link_up(self, link: ev.Link, incarnation: int, issued: int) -> None:
-        """``link`` is connected to ``incarnation``, which has issued ``issued`` registrations to whoever was here before."""
-        self._links[link] = _Link(link, incarnation, issued, self._set.open_per_link)
+    def link_up(self, link: ev.Link, incarnation: int) -> None:
+        """``link`` is connected to ``incarnation``."""
+        self._links[link] = _Link(link, incarnation, self._forgotten, self._set.open_per_link)
+
+    def floor(self, link: ev.Link) -> int:
+        """Up to it registrations count as seen on ``link``, and none is open: the highest on any link that was
+        forgotten before.
+        """
+        state = self._links.get(link)
+        return self._forgotten if state is None else state.base
 
     def link_forget(self, link: ev.Link) -> None:
-        """Nothing is open on ``link`` and room is needed."""
-        self._links.pop(link, None)
+        """Nothing is open on ``link`` and room is needed. That its registrations were seen is not forgotten."""
+        state = self._links.pop(link, None)
+        if state is not None:
+            self._forgotten = max(self._forgotten, state.seen.highest)
 
     def link_gone(self, link: ev.Link, out: Out) -> None:
         """The process behind ``link`` is proven gone: nothing more is posted to it, what is active is waited for."""
@@ -227,7 +241,7 @@ class Sender:
         outgoing = self._transfers.get(m.transfer_id)
         refusal = ""
         if len(state.live) >= self._set.open_per_link:
-            refusal = "too many open registrations"
+            refusal = TOO_MANY
         elif outgoing is None:
             refusal = self._remembered.get(m.transfer_id, "")
         elif outgoing.ended:
@@ -235,13 +249,17 @@ class Sender:
         elif outgoing.peer not in ("", link[0]):
             refusal = "transfer is registered by another engine"
         elif outgoing.begun and m.tokens > outgoing.tokens:
-            refusal = "more tokens than the prompt has"
+            refusal = TOO_LONG
         elif link in outgoing.shards and outgoing.shards[link].attempt > attempt:
             refusal = "superseded"
         elif link in outgoing.shards and outgoing.shards[link].state is Sending.WRITTEN:
             refusal = "handed over before"
         if refusal:
             self._refuse(state, attempt, refusal, out)
+            if refusal in (TOO_MANY, TOO_LONG) and outgoing is None:
+                self._remember(m.transfer_id, refusal)
+            elif refusal in (TOO_MANY, TOO_LONG) and outgoing is not None and outgoing.peer in ("", link[0]):
+                self._end(outgoing, refusal, "fail", out)  # its receiver has given it up by this
             return
         if outgoing is None:
             outgoing = self._transfers[m.transfer_id] = _Outgoing(m.transfer_id)
@@ -262,7 +280,7 @@ class Sender:
     def on_grant(self, link: ev.Link, m: msg.Grant, now: float, out: Out) -> None:
         """Memory for a registration that had none."""
         shard = self._links[link].live.get(m.attempt)
-        if shard is None or shard.memory is not None:
+        if shard is None or shard.memory is not None or m.memory is None:
             self._count("grant_ignored")
             return
         shard.memory = m.memory
@@ -291,7 +309,9 @@ class Sender:
             self._repeat(state, m.attempt, out)
 
     def on_beat(self, link: ev.Link, m: msg.Beat, now: float, out: Out) -> tuple[int, ...]:
-        """Bring the receiver up to date on all that it has open; returns the attempts of which something is missing here."""
+        """Bring the receiver up to date on all that it has open; returns the attempts of which something is missing
+        here.
+        """
         state = self._links[link]
         missing: list[int] = []
         for ask in m.open:
@@ -299,17 +319,18 @@ class Sender:
             if shard is None:
                 if ask.attempt in state.seen:
                     self._repeat(state, ask.attempt, out)
-                elif ask.stage >= 3:
-                    state.seen.add(ask.attempt)
-                    self._close_unseen(state, ask.attempt, out)
                 else:
                     missing.append(ask.attempt)
                 continue
-            if ask.stage >= 3:
-                self._cancel(shard, ask.stage == 4, out)
-            elif ask.stage == 2 and shard.memory is None:
+            if ask.stage >= msg.ASK_CANCELLED:
+                self._cancel(shard, ask.stage == msg.ASK_REQUEUE, out)
+            elif ask.stage == msg.ASK_GRANTED and shard.memory is None:
                 missing.append(ask.attempt)
-            elif shard.state is MET and shard.outgoing.started and (ask.stage == 0 or shard.outgoing.final):
+            elif (
+                shard.state is MET
+                and shard.outgoing.started
+                and (ask.stage == msg.ASK_REGISTERED or shard.outgoing.final)
+            ):
                 self._offer(shard, out)
             elif ask.parts < len(shard.notices):
                 for notice in shard.notices:
@@ -332,20 +353,44 @@ class Sender:
         outgoing.tokens, outgoing.bytes_per_token, outgoing.chunked = e.tokens, e.bytes_per_token, e.chunked
         reason = self._remembered.get(e.transfer_id, "")
         if any(shard.tokens > e.tokens for shard in outgoing.shards.values()):
-            reason = "more tokens than the prompt has"
+            reason = TOO_LONG
         if reason:
             self._end(outgoing, reason, "fail", out)
             return
         for shard in list(outgoing.shards.values()):
             self._meet(shard, out)
+        self._settle(outgoing, out)
+
+    def give_way(self, e: ev.GiveWay, now: float, out: Out) -> None:
+        """Rule 8: for each peer that a finished prefill waits for, the youngest that has its memory and sends nothing
+        yet returns it.
+        """
+        hungry: set[str] = set()
+        youngest: dict[str, _Outgoing] = {}
+        for outgoing in self._transfers.values():
+            states = {shard.state for shard in outgoing.shards.values()}
+            if outgoing.final and MET in states and not outgoing.ended:
+                hungry.add(outgoing.peer)
+            elif (
+                not outgoing.final
+                and states & {PROMISED, GRANTED}
+                and all(s.parts == 0 and s.tokens for s in outgoing.shards.values())
+            ):
+                youngest[outgoing.peer] = outgoing
+        for peer in sorted(hungry & youngest.keys()):
+            self._count("gave_way")
+            for shard in list(youngest[peer].shards.values()):
+                if shard.memory is not None:
+                    shard.requeue = True
+                    self._stop(shard, "fail", msg.GAVE_WAY, out)
 
     def computed(self, e: ev.Computed, now: float, out: Out) -> None:
         """More of the prompt is in the cache."""
         outgoing = self._transfers.get(e.transfer_id)
-        if outgoing is None or outgoing.ended:
-            return
-        if not outgoing.begun or outgoing.final or e.tokens > outgoing.tokens or (e.final and e.tokens != outgoing.tokens):
-            raise LocalProtocolError(f"{e.transfer_id}: computed {e.tokens} of {outgoing.tokens} tokens, final {e.final}")
+        if outgoing is None or outgoing.ended or not outgoing.begun:
+            return  # over; one that has not begun here is what a late registration of it has left
+        if outgoing.final or e.tokens > outgoing.tokens or (e.final and e.tokens != outgoing.tokens):
+            raise LocalProtocolError(f"{e.transfer_id}: computed {e.tokens} of {outgoing.tokens}, final {e.final}")
         first, outgoing.started = not outgoing.started, True
         outgoing.computed, outgoing.final = e.tokens, e.final
         if e.final:
@@ -354,16 +399,16 @@ class Sender:
             if shard.state is MET and (first or e.final):
                 self._offer(shard, out)
             self._pump(shard, out)
-        self._settle(outgoing, out)
 
     def preempted(self, e: ev.Preempted, now: float, out: Out) -> None:
         """The engine took the cache back; parts already packed or landed stay."""
         outgoing = self._transfers.get(e.transfer_id)
-        if outgoing is None or outgoing.ended:
+        if outgoing is None or outgoing.ended or not outgoing.begun:
             return
         if outgoing.final:
             raise LocalProtocolError(f"{e.transfer_id} is finished: it is held, not preempted")
         outgoing.computed = 0
+        outgoing.started = False  # it queues again: until it runs it asks for no memory over there
 
     def abort(self, e: ev.Abort, now: float, out: Out) -> None:
         """No more cache will come: the receiver is told, now or when it registers."""
@@ -397,7 +442,9 @@ class Sender:
         self._drop(write)
         if shard.state is WRITING and not broken:
             shard.done += 1
-            notice = msg.Written(self._me, shard.link.incarnation, shard.attempt, write.part, write.stop - write.start, write.last)
+            notice = msg.Written(
+                self._me, shard.link.incarnation, shard.attempt, write.part, write.stop - write.start, write.last
+            )
             shard.notices.append(notice)
             out.append(ev.Send(shard.link.key, notice))
             if shard.done == shard.parts and shard.planned == shard.outgoing.tokens:
@@ -431,10 +478,15 @@ class Sender:
         while (outgoing := self._leases.pop_due(now)) is not None:
             if not outgoing.begun:
                 self._end(outgoing, "no prefill here", "fail", out)
-                continue
-            waiting = [s for s in outgoing.shards.values() if s.state in (REGISTERED, PROMISED, MET, GRANTED)]
-            if waiting or len(outgoing.shards) < outgoing.fanout:
-                self._end(outgoing, "lease", "fail", out, never_posted_only=True)
+            elif outgoing.overdue:
+                self._end(outgoing, "writes took too long", "fail", out)
+                self._tell(outgoing, out)
+            else:
+                outgoing.overdue = True
+                self._leases.arm(outgoing, now + self._set.write_s)
+                waiting = [s for s in outgoing.shards.values() if s.state in (REGISTERED, PROMISED, MET, GRANTED)]
+                if waiting or len(outgoing.shards) < outgoing.fanout:
+                    self._end(outgoing, "lease", "fail", out, never_posted_only=True)
         while (write := self._posted.pop_due(now)) is not None:
             shard = write.shard
             if shard.state is WRITING:
@@ -451,7 +503,9 @@ class Sender:
 
     def _offer(self, shard: _Shard, out: Out) -> None:
         outgoing, link = shard.outgoing, shard.link
-        out.append(ev.Send(link.key, msg.Offer(self._me, link.incarnation, shard.attempt, outgoing.tokens, outgoing.final)))
+        out.append(
+            ev.Send(link.key, msg.Offer(self._me, link.incarnation, shard.attempt, outgoing.tokens, outgoing.final))
+        )
 
     def _pump(self, shard: _Shard, out: Out) -> None:
         """Plan the parts that can leave now."""
@@ -479,7 +533,9 @@ class Sender:
                 if not self._stage(shard, (stop - start) * size):
                     return
             self._handles += 1
-            write = _Write(self._handles, shard, shard.parts, start, stop, stop == outgoing.tokens, (stop - start) * size)
+            write = _Write(
+                self._handles, shard, shard.parts, start, stop, stop == outgoing.tokens, (stop - start) * size
+            )
             shard.planned = stop
             shard.parts += 1
             shard.writes[write.handle] = self._writes[write.handle] = write
@@ -494,7 +550,13 @@ class Sender:
         shard = write.shard
         out.append(
             ev.Post(
-                write.handle, shard.outgoing.transfer_id, shard.link.key, write.start, write.stop, shard.packed, shard.memory
+                write.handle,
+                shard.outgoing.transfer_id,
+                shard.link.key,
+                write.start,
+                write.stop,
+                shard.packed,
+                shard.memory,
             )
         )
 
@@ -502,7 +564,7 @@ class Sender:
         if shard.state is STOPPING:
             return
         if requeue:
-            if shard.writes or shard.planned == shard.outgoing.tokens:
+            if shard.parts:
                 return  # it is on its way: landing gives the memory back sooner than starting over
             shard.requeue = True
             self._stop(shard, "cancel", "gave way", out)
@@ -553,7 +615,9 @@ class Sender:
 
     # ------------------------------------------------------------ moving one transfer
 
-    def _end(self, outgoing: _Outgoing, reason: str, closing: str, out: Out, *, never_posted_only: bool = False) -> None:
+    def _end(
+        self, outgoing: _Outgoing, reason: str, closing: str, out: Out, *, never_posted_only: bool = False
+    ) -> None:
         """No shard of ``outgoing`` will be sent any more, but for those that are posted when a lease ends it."""
         if not outgoing.ended:
             outgoing.ended, outgoing.reason = True, reason
@@ -572,11 +636,11 @@ class Sender:
             if not outgoing.released and outgoing.readers == 0 and not self._read_later(outgoing):
                 outgoing.released = True
                 out.append(ev.Released(outgoing.transfer_id))
-        if outgoing.ended and outgoing.open == 0 and (outgoing.released or not outgoing.begun):
-            if self._transfers.get(outgoing.transfer_id) is outgoing:
-                del self._transfers[outgoing.transfer_id]
-                self._leases.disarm(outgoing)
-                self._remember(outgoing.transfer_id, outgoing.reason or "handed over before")
+        over = outgoing.ended and outgoing.open == 0 and (outgoing.released or not outgoing.begun)
+        if over and self._transfers.get(outgoing.transfer_id) is outgoing:
+            del self._transfers[outgoing.transfer_id]
+            self._leases.disarm(outgoing)
+            self._remember(outgoing.transfer_id, outgoing.reason or "handed over before")
 
     def _read_later(self, outgoing: _Outgoing) -> bool:
         """Whether a write that is not yet under way may still read the source."""
@@ -598,7 +662,7 @@ class Sender:
     # ------------------------------------------------------------ staging
 
     def _part_tokens(self, bytes_per_token: int) -> int:
-        """Tokens of the largest part: half of what one peer may stage, so that the next is packed while one is written."""
+        """Tokens of the largest part: half of what a peer may stage, so that one is packed while another is written."""
         share = int(self._set.staging_bytes * self._set.staging_share) // 2
         return max(1, share // bytes_per_token) if bytes_per_token else 1 << 62
 
@@ -609,7 +673,7 @@ class Sender:
         limit = self._set.staging_bytes * self._set.staging_share
         if (self._staged + size > self._set.staging_bytes and self._staged) or (mine and mine + size > limit):
             shard.waiting = True
-            self._short.append(shard)
+            self.short.append(shard)
             return False
         self._staged += size
         self._staged_by[engine] = mine + size
@@ -634,9 +698,11 @@ class Sender:
             del self._staged_by[engine]
 
     def refill(self, out: Out) -> None:
-        """Let those who wait for staging try again, in order. The endpoint calls it at the end of a step; cheap when nobody waits."""
-        for _ in range(len(self._short)):
-            shard = self._short.popleft()
+        """Let those who wait for staging try again, in order. The endpoint calls it at the end of a step; cheap when
+        nobody waits.
+        """
+        for _ in range(len(self.short)):
+            shard = self.short.popleft()
             shard.waiting = False
             self._pump(shard, out)
 
@@ -659,7 +725,7 @@ class Sender:
             return
         notices = link.tombstones.get(attempt)
         if notices is None:
-            notices = [msg.Failed(self._me, link.incarnation, attempt, "forgotten")]
+            notices = [msg.Failed(self._me, link.incarnation, attempt, msg.FORGOTTEN)]
         for notice in notices:
             out.append(ev.Send(link.key, notice))
 

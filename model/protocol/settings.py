@@ -21,8 +21,9 @@ class Settings:
     lease_s: float = 480.0
     """Sender: from the end of the prefill to the end of what was never posted."""
     orphan_s: float = 60.0
-    """Sender: how long a registration waits for a prefill that has not begun here. A queue at P is not an orphan: the host
-    tells of a request when it arrives, not when it is scheduled."""
+    """Sender: how long a registration waits for a prefill that has not begun here. A queue at P is not an orphan: the
+    host tells of a request when it arrives, not when it is scheduled.
+    """
     write_s: float = 60.0
     """Sender: from the posting of a write to giving it up. Its memory stays until the write is quiet."""
     drain_s: float = 1.0
@@ -34,9 +35,13 @@ class Settings:
     open_per_link: int = 4096
     """Registrations open on one link at the most; one more is refused."""
     tombstones_per_link: int = 1024
-    """Final notices kept for a peer that may have missed them. A cache: losing one turns success into a failure, no more."""
+    """Final notices kept for a peer that may have missed them. A cache: losing one turns success into a failure, no
+    more.
+    """
     links: int = 1024
-    """Links kept; past it idle ones are forgotten, least recently heard first. A link with something open is never forgotten."""
+    """Links kept; past it idle ones are forgotten, least recently heard first. A link with something open is never
+    forgotten.
+    """
     remembered_ids: int = 1024
     """Ended transfer ids for which a late registration is answered at once. A cache."""
     staging_bytes: int = 1 << 31
@@ -46,7 +51,9 @@ class Settings:
     landing_segments: int = 1024
     """Ledger: segments of landing memory per rank."""
     yields: int = 4
-    """Ledger: how often one transfer gives way at the most. Past it the host must let it be, and a sender that takes its grant back fails it."""
+    """Ledger: how often one transfer gives way at the most. Past it the host must let it be, and a sender that takes
+    its grant back fails it.
+    """
     landing_share: float = 1.0
     """Ledger: the part of the landing memory that one peer may hold, quarantine included."""
     quarantine_per_peer: int = 16
@@ -58,22 +65,28 @@ class Settings:
             if not value > 0 or value != value:
                 raise ValueError(f"{field.name} must be positive, got {value}")
         if self.suspect_after_s <= 2 * self.beat_s:
-            raise ValueError(f"suspect_after_s ({self.suspect_after_s}) must be more than two beats ({self.beat_s} s each)")
+            raise ValueError(
+                f"suspect_after_s ({self.suspect_after_s}) must be more than two beats ({self.beat_s} s each)"
+            )
         for name in ("staging_share", "landing_share"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} is a part of a whole: at most 1, got {getattr(self, name)}")
 
     @property
     def receiver_verdict_s(self) -> float:
-        """From registration to landed, failed or cancelled at the receiver, whatever the peer does: ``wait_s``."""
-        return self.wait_s
+        """From registration to landed, failed or cancelled at the receiver, whatever the peer does: it waits anew after
+        giving way.
+        """
+        return (self.yields + 1) * self.wait_s
 
     @property
     def dead_peer_verdict_s(self) -> float:
-        """From a peer's last sign of life to the verdict on everything open with it: silence is looked at once a beat."""
+        """From a peer's last sign of life to the verdict on what is open with it: silence is looked at once a beat."""
         return self.suspect_after_s + self.beat_s
 
     @property
     def sender_verdict_s(self) -> float:
-        """From the end of the prefill to sent, failed or cancelled at the sender: the lease, then one write given up."""
+        """From the end of the prefill to sent, failed or cancelled at the sender: the lease, then time for what was
+        posted by then.
+        """
         return self.lease_s + self.write_s

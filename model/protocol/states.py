@@ -2,27 +2,34 @@
 
 Read this first. Numbers are those of the design.
 
-1. Rendezvous. Registration and prefill meet in either order, repeatedly, late or never: ``REGISTERED`` and ``PROMISED`` wait for the prefill,
-   ``MET`` waits for memory, ``GRANTED`` has both.
-2. Fence. Memory that a peer may touch goes back to its owner in a settled state only: ``LANDED`` or ``ENDED`` at the receiver. ``WITHDRAWN`` is not
-   one: there a verdict may be known, and the memory is in quarantine.
-3. Source. ``STOPPING`` is where a sender waits for its handles. ``FAILED`` and ``CANCELLED`` are entered only with none active, ``WRITTEN`` only when all
-   are complete. A lease ends ``REGISTERED`` … ``GRANTED``, never ``WRITING``; ``claim`` is the moment of posting, and only ``GRANTED`` and ``WRITING`` have it.
-4. Count once. A shard has one closing event, ``landed`` or ``end``; in a closed state there is none, so a duplicate cannot count twice.
-5. Bounded verdict. Every open state has an edge for a deadline: ``fail``/``stop`` at the sender, ``withdraw`` at the receiver, ``fail`` at the ledger.
+1. Rendezvous. Registration and prefill meet in either order, repeatedly, late or never: ``REGISTERED`` and
+   ``PROMISED`` wait for the prefill, ``MET`` waits for memory, ``GRANTED`` has both.
+2. Fence. Memory that a peer may touch goes back to its owner in a settled state only: ``LANDED`` or ``ENDED`` at the
+   receiver. ``WITHDRAWN`` is not one: there a verdict may be known, and the memory is in quarantine.
+3. Source. ``STOPPING`` is where a sender waits for its handles. ``FAILED`` and ``CANCELLED`` are entered only with
+   none active, ``WRITTEN`` only when all are complete. A lease ends ``REGISTERED`` … ``GRANTED``, never ``WRITING``;
+   ``claim`` is the moment of posting, and only ``GRANTED`` and ``WRITING`` have it.
+4. Count once. A shard has one closing event, ``landed`` or ``end``; in a closed state there is none, so a duplicate
+   cannot count twice.
+5. Bounded verdict. Every open state has an edge for a deadline: ``fail``/``stop`` at the sender, ``withdraw`` at the
+   receiver, ``fail`` at the ledger.
 6. Isolation. Tables are per shard and per link: no transition looks at another peer.
-7. Retry. A retry is a new attempt, thus a new shard in its first state. No edge leads out of a closed state.
-8. Give way. ``YIELDING`` takes memory back from a transfer that has not started; it ends in ``WAITING`` (registered anew), never in a failure of its own.
-9. Pause. ``SUSPECT`` leads back to ``UP``: silence proves nothing. Only evidence leads to ``DRAINING``.
+7. Retry. A retry is a new attempt, thus a new shard in its first state. No edge leads out of a closed state. ``again``
+   is for an attempt that nobody has answered, and that its sender cannot have any more: it gets another number.
+8. Give way. ``YIELDING`` takes memory back from a transfer that has not started; it ends in ``WAITING`` (registered
+   anew), or in ``HOLDING`` when part of it has landed meanwhile, never in a failure of its own.
+9. Pause. ``SUSPECT`` leads back to ``UP``, when the peer is heard and when nothing is open: silence proves nothing.
+   Only evidence leads to ``DRAINING``.
 
-A table maps state -> event -> next state. An event without an edge is a ``LocalProtocolError`` when the host caused it; machines look before
-they apply a peer's word, and count what does not fit.
+A table maps state -> event -> next state. An event without an edge is a ``LocalProtocolError`` when the host caused it;
+machines look before they apply a peer's word, and count what does not fit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 
 class Sending(StrEnum):
@@ -83,8 +90,6 @@ class Outgoing(StrEnum):
     DONE = "done"
 
 
-Table = dict[str, dict[str, str]]
-
 SENDING: Final[dict[Sending, dict[str, Sending]]] = {
     Sending.REGISTERED: {
         "meet": Sending.MET,
@@ -116,6 +121,7 @@ SENDING: Final[dict[Sending, dict[str, Sending]]] = {
 RECEIVING: Final[dict[Receiving, dict[str, Receiving]]] = {
     Receiving.UNSENT: {"send": Receiving.REGISTERED, "send_exposed": Receiving.EXPOSED, "end": Receiving.ENDED},
     Receiving.REGISTERED: {
+        "again": Receiving.UNSENT,
         "offer": Receiving.OFFERED,
         "expose": Receiving.EXPOSED,
         "withdraw": Receiving.WITHDRAWN,
@@ -129,7 +135,12 @@ RECEIVING: Final[dict[Receiving, dict[str, Receiving]]] = {
         "landed": Receiving.LANDED,
         "end": Receiving.ENDED,
     },
-    Receiving.EXPOSED: {"landed": Receiving.LANDED, "withdraw": Receiving.WITHDRAWN, "end": Receiving.ENDED},
+    Receiving.EXPOSED: {
+        "again": Receiving.UNSENT,
+        "landed": Receiving.LANDED,
+        "withdraw": Receiving.WITHDRAWN,
+        "end": Receiving.ENDED,
+    },
     Receiving.WITHDRAWN: {"landed": Receiving.LANDED, "end": Receiving.ENDED},
     Receiving.LANDED: {},
     Receiving.ENDED: {},
@@ -145,7 +156,7 @@ LINKING: Final[dict[Linking, dict[str, Linking]]] = {
     },
     Linking.CONNECTING: {"connect": Linking.UP, "refuse": Linking.REFUSED, "gone": Linking.DRAINING},
     Linking.UP: {"silence": Linking.SUSPECT, "gone": Linking.DRAINING},
-    Linking.SUSPECT: {"heard": Linking.UP, "gone": Linking.DRAINING},
+    Linking.SUSPECT: {"heard": Linking.UP, "lapse": Linking.UP, "gone": Linking.DRAINING},
     Linking.REFUSED: {"gone": Linking.DRAINING, "retry": Linking.COLD},
     Linking.DRAINING: {"drained": Linking.COLD},
 }
@@ -184,7 +195,7 @@ OUTGOING: Final[dict[Outgoing, dict[str, Outgoing]]] = {
 SENDING_CLOSED: Final = frozenset({Sending.WRITTEN, Sending.FAILED, Sending.CANCELLED})
 RECEIVING_SETTLED: Final = frozenset({Receiving.LANDED, Receiving.ENDED})
 
-TABLES: Final[dict[str, tuple[str, object]]] = {
+TABLES: Final[dict[str, tuple[str, Mapping[Any, Mapping[str, str]]]]] = {
     "sending": ("Shard at the sender", SENDING),
     "receiving": ("Shard at the receiver", RECEIVING),
     "linking": ("Link to a peer", LINKING),

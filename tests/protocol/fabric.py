@@ -1,12 +1,14 @@
 """The network and the fabric between processes, as unkind as the profile allows.
 
-Network: every frame is encoded, may be lost, doubled, delayed past later ones, and is decoded at the far end, whoever lives there by then.
-Fabric: a posted part is several descriptors. Each lands on its own at any time between claim and quiet, also after an error was
-reported, while its writer is paused, and after its writer's death until the drain time.
+Network: every frame is encoded, may be lost, doubled, delayed past later ones, and is decoded at the far end, whoever
+lives there by then. Fabric: a posted part is several descriptors. Each lands on its own at any time between claim and
+quiet, also after an error was reported, while its writer is paused, and after its writer's death until the drain time.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from pushkv.model.protocol import decode, encode
@@ -63,7 +65,7 @@ class Write:
         self.target, self.custody = target, custody
         self.source = process.ghost.source(post.transfer_id)
         self.generation = self.source.generation
-        self.pending = 0
+        self.pieces: set[tuple[int, int]] = set()
         self.broken = self.over = False
 
     @property
@@ -78,7 +80,8 @@ class Fabric:
     def __init__(self, world: World) -> None:
         self.world = world
         self.writes: dict[tuple[Any, ...], Write] = {}
-        self.staged: dict[tuple[Any, ...], int] = {}
+        self.fates: deque[tuple[float, bool]] = deque()
+        """Scripted: how long the next writes take (s), and whether they break."""
 
     # ---------------------------------------------------------------- staging
 
@@ -138,19 +141,21 @@ class Fabric:
         world, profile, random = self.world, self.world.profile, self.world.random
         post = write.post
         cuts = sorted({post.start, post.stop, *(random.randint(post.start, post.stop) for _ in range(profile.cuts))})
-        pieces = list(zip(cuts, cuts[1:], strict=False))
+        pieces = list(pairwise(cuts))
         fate = random.random()
         span = profile.wire_s
         if fate < profile.slow:
             span = profile.slow_s
         broken = profile.slow <= fate < profile.slow + profile.broken
+        if self.fates:
+            span, broken = self.fates.popleft()
         last = 0.0
         for start, stop in pieces:
             delay = span * (0.1 + random.random())
             if broken and random.random() < 0.4:
                 continue
             last = max(last, delay)
-            write.pending += 1
+            write.pieces.add((start, stop))
             world.at(delay, self._land, write, start, stop)
         if broken:
             world.at(random.random() * (last + 0.01), self._break, write)
@@ -160,11 +165,11 @@ class Fabric:
 
     def _land(self, write: Write, start: int, stop: int) -> None:
         world, process, target, post = self.world, write.process, write.target, write.post
-        if write.over:
+        if write.over or (start, stop) not in write.pieces:
             return
         if not process.alive and world.now > process.died_at + world.settings.drain_s:
             return
-        write.pending -= 1
+        write.pieces.remove((start, stop))
         if target is None or not target.alive:
             return
         assert write.custody is not None
@@ -212,7 +217,7 @@ class Fabric:
     def _over(self, write: Write, event: ev.Record) -> None:
         write.over = True
         write.source.active.discard(write.key)
-        del self.writes[(id(write.process), *write.key)]
+        self.writes.pop((id(write.process), *write.key), None)
         write.process.receive(write.rank, event)
 
     def abandon(self, process: Process, rank: int, handle: int) -> None:
@@ -227,3 +232,5 @@ class Fabric:
             del self.writes[(id(process), *write.key)]
             if self.world.random.random() < 0.3:
                 write.over = True
+            for start, stop in write.pieces:
+                self.world.at(self.world.random.random() * self.world.settings.drain_s, self._land, write, start, stop)

@@ -1,4 +1,5 @@
-"""What is true in the world, kept apart from every table of the machines: who owns memory, what is in it, who is touching it.
+"""What is true in the world, kept apart from every table of the machines: who owns memory, what is in it, who is
+touching it.
 
 Properties I1 to I4 are checked here, at each landing, claim, release and verdict. A breach raises ``Violation``.
 """

@@ -1,7 +1,9 @@
-"""A host that behaves like vLLM: block pool, queues, chunked prefill, preemption, aborts; and checks what it is told (V5).
+"""A host that behaves like vLLM: block pool, queues, chunked prefill, preemption, aborts; and checks what it is told
+(V5).
 
-It plays both parts. Sending part (P in push, D in pull): ``Hold``, ``Computed``, until ``Release``. Receiving part (D in push, P in
-pull): ``Arrived``, memory when asked, until ``Ready`` or ``Fail``, and ``Free`` when that said that the memory is not settled.
+It plays both parts. Sending part (P in push, D in pull): ``Hold``, ``Computed``, until ``Release``. Receiving part (D
+in push, P in pull): ``Arrived``, memory when asked, until ``Ready`` or ``Fail``, and ``Free`` when that said that the
+memory is not settled.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ class Host:
         self.process = process
         self.world = process.world
         self.free = list(range(process.world.profile.blocks))
+        self.total = len(self.free)
         self.sending: dict[str, Leg] = {}
         self.receiving: dict[str, Leg] = {}
         self.queue: list[Leg] = []
@@ -52,6 +55,7 @@ class Host:
         self.history: list[tuple[float, ev.Record]] = []
         self.packed: set[str] = set()
         self.ticking = False
+        self.unsettled = 0
 
     # ---------------------------------------------------------------- blocks
 
@@ -76,9 +80,9 @@ class Host:
         """P's leg."""
         if request.mode == "pull":
             leg = self.receiving[request.tid] = Leg(request, self.world.now)
-            links = self.world.links(self.process.name, request.d)
-            fanout = max(1, self.process.ranks // self.world.ranks[request.d])
-            self._arrive(leg, request.d, links, fanout)
+            links = self.world.links(self.process.name, request.asks or request.d)
+            fanout = max(1, self.process.ranks // self.world.ranks[request.asks or request.d])
+            self._arrive(leg, request.asks or request.d, links, fanout)
             self.queue.append(leg)
         else:
             leg = self.sending[request.tid] = Leg(request, self.world.now)
@@ -100,9 +104,9 @@ class Host:
         self._tick()
 
     def _receive(self, leg: Leg) -> None:
-        links = self.world.links(self.process.name, leg.request.p)
-        fanout = max(1, self.process.ranks // self.world.ranks[leg.request.p])
-        self._arrive(leg, leg.request.p, links, fanout)
+        p = leg.request.asks or leg.request.p
+        links = self.world.links(self.process.name, p)
+        self._arrive(leg, p, links, max(1, self.process.ranks // self.world.ranks[p]))
 
     def _arrive(self, leg: Leg, peer: str, links: Any, fanout: int) -> None:
         request = leg.request
@@ -115,6 +119,7 @@ class Host:
             self.packed.add(leg.tid)
         leg.held = True
         segments = units(request.tokens) if packed else 0
+        leg.begun_at = self.world.now
         self.process.say(ev.Arrived(leg.tid, peer, links, request.tokens, packed, segments, fanout, memory))
 
     def _hold(self, leg: Leg) -> None:
@@ -141,6 +146,8 @@ class Host:
             self.queue.remove(leg)
             if prefill:
                 leg.running = True
+                if request.mode != "pull":
+                    self.process.command(ev.Computed(leg.tid, 0, False))
                 self.process.later(self.world.profile.chunk_s * self.world.random.random(), self._chunk, leg, leg.run)
             elif pull_read:
                 self._hold(leg)
@@ -209,7 +216,12 @@ class Host:
         if leg.tid in self.sending:
             self.process.ghost.rewrite(leg.tid)
         if leg.aborted or (leg.tid not in self.sending and leg.verdict):
-            self._forget_sending(leg) if leg.tid in self.sending else self._end_receiving(leg)
+            if leg.tid in self.sending:
+                self._forget_sending(leg)
+            elif leg.verdict:
+                self._end_receiving(leg)
+            else:
+                self._give_back(leg)
             return
         self._give_back(leg)
         self.queue.append(leg)
@@ -327,6 +339,7 @@ class Host:
     def _on_fail(self, action: ev.Fail) -> None:
         leg = self._leg(action, self.receiving)
         self._verdict(leg, action.reason or "(no reason)")
+        self.unsettled += not action.settled
         if leg.request.mode != "pull":
             leg.request.outcome = f"failed: {action.reason}"
         if leg.request.mode == "pull" and not leg.given:
@@ -353,7 +366,6 @@ class Host:
         leg = self._leg(action, self.receiving)
         if leg.verdict or not leg.given or tuple(action.memory) != tuple(leg.blocks):
             raise Violation(f"V5: {self.process.name} is told {action}")
-        leg.yields += 1
         if leg.request.mode == "pull":
             raise Violation("V5: a source in pull cannot give way")
         leg.given = False

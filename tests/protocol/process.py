@@ -1,4 +1,6 @@
-"""One engine process: its ranks' endpoints, its ledger, its host, and the wiring between them, in order but not at once."""
+"""One engine process: its ranks' endpoints, its ledger, its host, and the wiring between them, in order but not at
+once.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ REPORTS = (ev.Offered, ev.Landed, ev.Broken, ev.Settled, ev.Sent, ev.Released)
 
 
 class Process:
-    """Alive from its making to ``kill``. Nothing of it runs while it is ``paused``; what comes meanwhile waits in order."""
+    """Alive from its making to ``kill``. Nothing of it runs while it is ``paused``; what comes meanwhile waits in
+    order.
+    """
 
     def __init__(self, world: World, name: str, ranks: int) -> None:
         self.world, self.name, self.ranks = world, name, ranks
@@ -183,6 +187,8 @@ class Process:
                 command = action.command
                 if isinstance(command, ev.Expose):
                     self.host.exposed(command)
+                elif isinstance(command, ev.Withdraw) and command.requeue:
+                    self.host.receiving[command.transfer_id].yields += 1
                 ranks = [action.rank] if isinstance(action, ev.ToRank) else range(self.ranks)
                 for rank in ranks:
                     self._ordered(("down", rank), self.receive, rank, command)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from tests.protocol.ghost import Violation
 
 if TYPE_CHECKING:
     from tests.protocol.world import World
@@ -47,6 +50,8 @@ class Profile:
     aborts: float = 0.0
     preempts: float = 0.0
     kills: float = 0.0
+    os_tells: float = 0.3
+    os_tells_s: float = 4.0
     pauses: float = 0.0
     partitions: float = 0.0
     wrong_p: float = 0.0
@@ -56,7 +61,8 @@ class Profile:
     def calm(self) -> Profile:
         """The same without faults."""
         return replace(
-            self, straggle=0.0, loss=0.0, duplicate=0.0, unfit=0.0, parked=0.0, slow=0.0, broken=0.0, wrong_p=0.0, missing_leg=0.0,
+            self, straggle=0.0, loss=0.0, duplicate=0.0, unfit=0.0, parked=0.0, slow=0.0, broken=0.0, wrong_p=0.0,
+            missing_leg=0.0,
             aborts=0.0, preempts=0.0, kills=0.0, pauses=0.0, partitions=0.0,
         )  # fmt: skip
 
@@ -65,7 +71,8 @@ CALM = Profile(preempts=0.2)
 LOSSY = Profile("lossy", loss=0.15, duplicate=0.2, straggle=0.1, preempts=0.2, aborts=0.1)
 CRASHY = Profile("crashy", kills=0.15, loss=0.02, straggle=0.05, broken=0.05, slow=0.05, aborts=0.1)
 HOSTILE = Profile(
-    "hostile", loss=0.1, duplicate=0.15, straggle=0.1, straggle_s=15.0, kills=0.06, pauses=0.06, partitions=0.06, broken=0.1, slow=0.1,
+    "hostile", loss=0.1, duplicate=0.15, straggle=0.1, straggle_s=15.0, kills=0.06, pauses=0.06, partitions=0.06,
+    broken=0.1, slow=0.1,
     parked=0.1, aborts=0.3, preempts=0.3, wrong_p=0.05, missing_leg=0.1, late_leg_s=5.0, unfit=0.05,
 )  # fmt: skip
 CHURN = Profile(
@@ -75,6 +82,23 @@ PARTITION = Profile("partition", partitions=0.3, straggle=0.05, straggle_s=10.0,
 PAUSED = Profile("paused", pauses=0.3, slow=0.2, parked=0.1, aborts=0.2, duplicate=0.1)
 
 PROFILES = {profile.name: profile for profile in (CALM, LOSSY, CRASHY, HOSTILE, CHURN, PARTITION, PAUSED)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Engines and their ranks."""
+
+    prefill: dict[str, int] = field(default_factory=lambda: {"P0": 1, "P1": 1})
+    decode: dict[str, int] = field(default_factory=lambda: {"D0": 1, "D1": 1})
+
+
+CONFIGS = {
+    "plain": Config(),
+    "tp2": Config({"P0": 2}, {"D0": 2, "D1": 2}),
+    "fan-in": Config({"P0": 2, "P1": 2}, {"D0": 1}),
+    "fan-out": Config({"P0": 1}, {"D0": 2, "D1": 2}),
+    "both parts": Config({"A": 1, "B": 1}, {"A": 1, "B": 1}),
+}
 
 
 class Driver:
@@ -104,10 +128,10 @@ class Driver:
         self.check_outcomes()
         self.afterwards()
 
-    def _maybe(self, probability: float, action: object) -> None:
+    def _maybe(self, probability: float, action: Callable[[], None]) -> None:
         while probability > 0:
             if self.random.random() < probability:
-                action()  # type: ignore[operator]
+                action()
             probability -= 1
 
     def request(self) -> None:
@@ -116,7 +140,8 @@ class Driver:
         p, d = random.choice(list(world.config.prefill)), random.choice(list(world.config.decode))
         if p == d:
             return
-        mode = random.choice(profile.modes)
+        both = set(world.config.prefill) & set(world.config.decode)
+        mode = random.choice([mode for mode in profile.modes if not (both and mode == "pull")])
         prompt = random.randint(1, 24)
         tokens = random.choice((prompt, prompt, random.randint(0, prompt)))
         delays: list[float | None] = [random.random() * profile.late_leg_s, random.random() * profile.late_leg_s]
@@ -130,7 +155,10 @@ class Driver:
             mode, p, d, prompt, tokens, chunked=random.random() < 0.5, delays=tuple(delays), spoiled=spoiled
         )
         if spoiled == "sent to the wrong P":
-            request.p = random.choice(list(world.config.prefill))
+            others = world.config.decode if mode == "pull" else world.config.prefill
+            request.asks = random.choice(list(others))
+            if request.asks == (request.p if mode == "pull" else request.d):
+                request.asks = ""
 
     def _abort(self) -> None:
         request = self.random.choice(list(self.world.requests.values())) if self.world.requests else None
@@ -151,8 +179,8 @@ class Driver:
         engine = self.random.choice(list(world.ranks))
         world.kill(engine)
         world.at(self.random.random() * 8.0, world.start, engine)
-        if self.random.random() < 0.3:
-            world.at(self.random.random() * 4.0, world.say_gone, engine)
+        if self.random.random() < world.profile.os_tells:
+            world.at(self.random.random() * world.profile.os_tells_s, world.say_gone, engine)
 
     def _pause(self) -> None:
         world = self.world
@@ -172,8 +200,6 @@ class Driver:
 
     def check_outcomes(self) -> None:
         """V1: whatever was not spoiled has loaded."""
-        from tests.protocol.ghost import Violation
-
         world = self.world
         excused = world.profile.loss or self.noisy
         for request in world.requests.values():
@@ -188,14 +214,13 @@ class Driver:
 
     def afterwards(self) -> None:
         """V2: once faults stop, every pair loads new transfers."""
-        from tests.protocol.ghost import Violation
-
         world = self.world
         fresh = []
         for p in world.config.prefill:
             for d in world.config.decode:
                 if p != d:
-                    for mode in ("packed", "early", "late", "pull"):
+                    both = d in world.config.prefill
+                    for mode in ("packed", "early", "late") + (() if both else ("pull",)):
                         fresh.append(world.request(mode, p, d, 8, 8))
                         world.run(1.5)
         world.run(world.settings.wait_s)
@@ -205,10 +230,10 @@ class Driver:
         world.check_empty()
 
 
-def play(seed: int, profile: Profile, config: object = None) -> World:
+def play(seed: int, profile: Profile, config: Config | None = None) -> World:
     """One seed. Raises ``Violation`` when a property does not hold."""
     from tests.protocol.world import World
 
-    world = World(seed, profile, config)  # type: ignore[arg-type]
+    world = World(seed, profile, config)
     Driver(world).play()
     return world

@@ -1,0 +1,65 @@
+"""``Deadlines`` against a plain dictionary of times."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pushkv.model.protocol.deadlines import NEVER, Deadlines
+
+
+class Record:
+    """Something that can be due."""
+
+    def __init__(self, name: int) -> None:
+        self.name, self.due = name, NEVER
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(("arm", "arm", "disarm", "pop")), st.integers(0, 9), st.integers(0, 20)), max_size=80
+)
+
+
+@given(steps)
+@settings(max_examples=300, deadline=None)
+def test_soonest_first_and_nothing_that_was_disarmed(steps: list[tuple[str, int, int]]) -> None:
+    records, deadlines = [Record(n) for n in range(10)], Deadlines[Record]()
+    model: dict[int, tuple[float, int]] = {}
+    for order, (kind, name, at) in enumerate(steps):
+        if kind == "arm":
+            deadlines.arm(records[name], float(at))
+            if name not in model or model[name][0] != at:
+                model[name] = (float(at), order)
+        elif kind == "disarm":
+            deadlines.disarm(records[name])
+            model.pop(name, None)
+        else:
+            due = {n: key for n, key in model.items() if key[0] <= at}
+            expected = min(due, key=lambda n: due[n]) if due else None
+            popped = deadlines.pop_due(float(at))
+            assert (popped.name if popped else None) == expected
+            if expected is not None:
+                del model[expected]
+                assert records[expected].due == NEVER
+        soonest = min((key[0] for key in model.values()), default=NEVER)
+        assert deadlines.soonest <= soonest
+        assert deadlines.armed == len(model)
+        assert deadlines.next_at() == soonest == deadlines.soonest
+
+
+def test_it_is_bounded_by_what_is_armed() -> None:
+    deadlines, record = Deadlines[Record](), Record(0)
+    for at in range(10_000):
+        deadlines.arm(record, float(at))
+        deadlines.arm(record, float(at))
+        assert len(deadlines) <= 2 * deadlines.armed + 65
+    assert deadlines.pop_due(9998.0) is None
+    assert deadlines.pop_due(9999.0) is record
+    assert deadlines.pop_due(9999.0) is None
+
+
+def test_equal_times_fire_in_the_order_of_arming() -> None:
+    deadlines, records = Deadlines[Record](), [Record(n) for n in range(5)]
+    for record in reversed(records):
+        deadlines.arm(record, 1.0)
+    assert [deadlines.pop_due(1.0) for _ in records] == records[::-1]

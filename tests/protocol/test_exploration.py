@@ -1,0 +1,68 @@
+"""Many seeds of every profile on every shape of engines. A failure names the seed: ``play(seed, PROFILES[...],
+CONFIGS[...])``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.protocol.profiles import CONFIGS, PROFILES, Config, Driver, play
+from tests.protocol.world import SETTINGS, World
+
+SEEDS = {"calm": 4, "lossy": 6, "crashy": 10, "hostile": 14, "churn": 6, "partition": 8, "paused": 8}
+"""Seeds of each profile, for each shape; `hostile` finds most."""
+
+
+@pytest.mark.parametrize("shape", CONFIGS)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_properties_hold(profile: str, shape: str) -> None:
+    for seed in range(SEEDS[profile]):
+        try:
+            play(seed, PROFILES[profile], CONFIGS[shape])
+        except Exception as error:
+            error.add_note(f"play({seed}, PROFILES[{profile!r}], CONFIGS[{shape!r}])")
+            raise
+
+
+@pytest.mark.parametrize("profile", ["lossy", "hostile"])
+def test_properties_hold_when_links_are_forgotten(profile: str) -> None:
+    """F23, F24: more peers than links are kept for, tiny caches, and duplicates that come very late."""
+    late = replace(PROFILES[profile], straggle=0.1, straggle_s=15.0, duplicate=0.3)
+    settings = replace(SETTINGS, links=4, tombstones_per_link=2, remembered_ids=2)
+    crowd = Config({"P0": 1, "P1": 2}, {"D0": 2, "D1": 2, "D2": 1, "D3": 1})
+    for seed in range(8):
+        Driver(World(seed, late, crowd, settings)).play()
+
+
+def test_a_seed_fixes_everything() -> None:
+    def run() -> list[tuple[float, str, str]]:
+        world = World(7, PROFILES["hostile"], CONFIGS["plain"])
+        lines: list[tuple[float, str, str]] = []
+        world.log = lambda who, text, record: lines.append((world.now, str(who), text))
+        Driver(world).play()
+        return lines
+
+    first = run()
+    assert len(first) > 1000
+    assert first == run()
+
+
+def test_messages_of_a_calm_transfer_are_few() -> None:
+    """V4: register, offer (twice at the most: begun, finished), grant, and one notice a part."""
+    world = play(3, PROFILES["calm"], CONFIGS["plain"])
+    sent, transfers = world.network.sent, len(world.requests)
+    assert sent["Register"] <= 1.1 * transfers
+    assert sent.get("Grant", 0) <= transfers
+    assert sent.get("Offer", 0) <= 3 * transfers
+    assert sent.get("Failed", 0) + sent.get("Cancelled", 0) + sent.get("Cancel", 0) <= 0.2 * transfers
+    assert sent["Written"] <= 6 * transfers
+
+
+def test_messages_of_an_unkind_world_are_bounded() -> None:
+    """V4: resends are paced by beats, so they are bounded by time, not by what is lost."""
+    world = play(3, PROFILES["hostile"], CONFIGS["tp2"])
+    links = sum(endpoint.peers.__len__() for process in world.processes.values() for endpoint in process.endpoints)
+    beats = world.now / world.settings.beat_s
+    assert sum(world.network.sent.values()) < 4 * links * beats + 40 * len(world.requests)

@@ -1,0 +1,236 @@
+"""The protocol's main stories, played in a steady world and written down: ``tests/transcripts``, one file a story.
+
+``python -m tests.protocol.transcripts --write`` renews the files; ``test_transcripts`` compares. Read the differences
+before you commit them: they are what changes on the wire.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from pushkv.model.protocol import messages as msg
+from tests.protocol.profiles import Config, Profile
+from tests.protocol.world import SETTINGS, World
+
+FOLDER = Path(__file__).parents[1] / "transcripts"
+STEADY = Profile(
+    "steady", readable=True, latency_s=0.005, jitter_s=0.0, inside_s=0.0, timer_late_s=0.0, connect_s=0.01, pack_s=0.01,
+    post_s=0.002,
+    wire_s=0.05, chunk_s=0.2, load_s=0.01, run_s=0.1, quiet_s=1.0, cuts=1,
+)  # fmt: skip
+ONE = Config({"P": 1}, {"D": 1})
+LEGEND = """\
+Columns: seconds, who, what. "*" happens to it, "->" is sent, "!" is a fault, anything else is
+asked of its host. A rank's line bears its engine's name (P/0, P/1 where it has several).
+"""
+
+Story = Callable[[World], None]
+STORIES: dict[str, tuple[Story, dict[str, Any]]] = {}
+
+
+def story(**world: Any) -> Callable[[Story], Story]:
+    """Register a story; ``world`` overrides what it is played in."""
+
+    def add(play: Story) -> Story:
+        STORIES[play.__name__] = (play, world)
+        return play
+
+    return add
+
+
+def tell(name: str) -> str:
+    """The transcript of one story."""
+    play, options = STORIES[name]
+    profile = replace(STEADY, **options.get("profile", {}))
+    settings = replace(SETTINGS, **{"staging_bytes": 1 << 16, **options.get("settings", {})})
+    world = World(1, profile, options.get("config", ONE), settings)
+    if not options.get("cold"):
+        world.request("packed", next(iter(world.config.prefill)), next(iter(world.config.decode)), 4, 4)
+        world.run(8.0)
+    start = world.now
+    lines: list[str] = []
+
+    def log(who: Any, text: str, record: Any) -> None:
+        lines.append(f"{world.now - start:8.3f}  {world.link(who):<9} {text}".rstrip())
+
+    world.log = log
+    play(world)
+    world.log = None
+    world.drain()
+    title = name.replace("_", " ").capitalize()
+    doc = "\n".join(wrap(play.__doc__ or "", 98))
+    return f"{title}\n{'=' * len(title)}\n{doc}\n\n{LEGEND}\n" + "\n".join(lines) + "\n"
+
+
+# ---------------------------------------------------------------- what goes well
+
+
+@story(cold=True)
+def packed_push(world: World) -> None:
+    """Both legs at once, between engines that have never met: greeting, registration, offer, grant, one write."""
+    world.request("packed", "P", "D", 8, 8)
+    world.run(0.6)
+
+
+@story()
+def direct_early(world: World) -> None:
+    """D allocates blocks before P has begun, as the AWS design does: they are registered with the request."""
+    world.request("early", "P", "D", 8, 8)
+    world.run(0.6)
+
+
+@story()
+def direct_late(world: World) -> None:
+    """D allocates when P offers, so no block waits for a prefill."""
+    world.request("late", "P", "D", 8, 8)
+    world.run(0.6)
+
+
+@story()
+def pull(world: World) -> None:
+    """The halves change places: P registers its blocks with D, D reads them."""
+    world.request("pull", "P", "D", 8, 8)
+    world.run(0.6)
+
+
+@story()
+def chunked_parts(world: World) -> None:
+    """Each prefill chunk leaves when it is computed; the last part closes the count."""
+    world.request("packed", "P", "D", 12, 12, chunked=True)
+    world.run(1.0)
+
+
+@story()
+def prefix_hit(world: World) -> None:
+    """D has the first eight of twelve tokens cached and wants the last four; then one of which it has all."""
+    world.request("packed", "P", "D", 12, 4)
+    world.run(0.6)
+    world.request("packed", "P", "D", 8, 0)
+    world.run(0.6)
+
+
+# ---------------------------------------------------------------- aborts and leases
+
+
+@story()
+def abort_before_prefill(world: World) -> None:
+    """F16: the client leaves D before P's leg has come. P refuses the prompt when it comes."""
+    request = world.request("packed", "P", "D", 8, 8, delays=(0.3, 0.0))
+    world.run(0.1)
+    world.abort(request, "D")
+    world.run(0.6)
+
+
+@story()
+def abort_in_flight(world: World) -> None:
+    """F03: the client leaves D while the write flies. The verdict falls at once; the blocks come back when P says that
+    nothing is active.
+    """
+    world.fabric.fates.append((1.0, False))
+    request = world.request("early", "P", "D", 8, 8)
+    world.run(0.4)
+    world.abort(request, "D")
+    world.run(1.5)
+
+
+@story(settings={"lease_s": 2.0, "orphan_s": 2.0})
+def lease_ends(world: World) -> None:
+    """F14: D's leg never comes. P keeps its blocks to the end of the lease; who registers after that is answered at
+    once.
+    """
+    world.request("early", "P", "D", 8, 8, delays=(0.0, 3.0))
+    world.run(3.5)
+
+
+@story(config=Config({"P": 1}, {"D": 2}))
+def write_broken_with_sibling_active(world: World) -> None:
+    """F05: P writes into two ranks of D. One write breaks; D is told when the other is quiet too, and frees then."""
+    world.fabric.fates.extend([(0.05, True), (1.0, False)])
+    world.request("late", "P", "D", 8, 8)
+    world.run(2.0)
+
+
+# ---------------------------------------------------------------- loss and death
+
+
+@story()
+def lost_written(world: World) -> None:
+    """F19: the notice is lost. The next beat says what D has, and P says it again."""
+    world.network.lose_next.append(lambda source, target, m: isinstance(m, msg.Written))
+    world.request("packed", "P", "D", 8, 8)
+    world.run(1.6)
+
+
+@story(settings={"suspect_after_s": 2.5})
+def prefill_killed(world: World) -> None:
+    """F06: P is killed while it writes. Silence gives the verdict; its successor's answer and the drain time give the
+    blocks back.
+    """
+    world.fabric.fates.append((1.0, False))
+    world.request("early", "P", "D", 8, 8)
+    world.run(0.3)
+    world.kill("P")
+    world.run(4.0)
+    world.start("P")
+    world.run(4.0)
+
+
+@story()
+def decode_restarted(world: World) -> None:
+    """F07: D is killed after it registered and comes back with the same engine id. P writes nothing for the dead one,
+    and frees.
+    """
+    world.request("early", "P", "D", 8, 8, delays=(0.5, 0.0))
+    world.run(0.2)
+    world.kill("D")
+    world.start("D")
+    world.request("packed", "P", "D", 4, 4)
+    world.run(2.5)
+
+
+# ---------------------------------------------------------------- giving way
+
+
+@story()
+def opposite_admissions_direct(world: World) -> None:
+    """F17, rule 8: D's cache is t2's, whose prefill is slow; t3's is finished and waits. D takes t2's memory back."""
+    decode, prefill = world.processes["D"].host, world.processes["P"].host
+    del decode.free[:-4]
+    decode.total = 4
+    first = world.request("late", "P", "D", 16, 16)
+    world.run(0.05)
+    leg = prefill.sending[first.tid]
+    leg.run += 1
+    world.at(1.0, prefill._chunk, leg, leg.run)
+    world.request("late", "P", "D", 12, 12)
+    world.run(3.0)
+
+
+@story(profile={"blocks": 4}, settings={"landing_segments": 4})
+def opposite_admissions_packed(world: World) -> None:
+    """F17, rule 8: D's landing memory is t2's, P's cache is t3's and full. P gives t2's grant back, and D grants t3."""
+    first = world.request("packed", "P", "D", 16, 16, chunked=True)
+    world.run(0.09)
+    world.request("packed", "P", "D", 12, 12)
+    prefill = world.processes["P"].host
+    prefill.preempt(prefill.sending[first.tid])
+    world.run(3.0)
+
+
+def main() -> None:
+    """Write all transcripts, or say what differs."""
+    for name in STORIES:
+        path, text = FOLDER / f"{name}.txt", tell(name)
+        if "--write" in sys.argv:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            print(f"{path} is not what happens now")
+
+
+if __name__ == "__main__":
+    main()
