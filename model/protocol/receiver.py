@@ -8,113 +8,18 @@ been read.
 
 from __future__ import annotations
 
-from typing import Any
-
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.model.protocol.deadlines import NEVER, Deadlines
 from pushkv.model.protocol.errors import LocalProtocolError
-from pushkv.model.protocol.settings import Settings
-from pushkv.model.protocol.states import RECEIVING, RECEIVING_SETTLED, Receiving
-
-Out = list[ev.Record]
-
-UNSENT, REGISTERED, OFFERED = Receiving.UNSENT, Receiving.REGISTERED, Receiving.OFFERED
-EXPOSED, WITHDRAWN, LANDED, ENDED = Receiving.EXPOSED, Receiving.WITHDRAWN, Receiving.LANDED, Receiving.ENDED
+from pushkv.model.protocol.incoming import Expected, ReceiverLink, Shard
+from pushkv.model.protocol.receiving import EXPOSED, OFFERED, REGISTERED, WITHDRAWN, Out, Registrations
+from pushkv.model.protocol.states import RECEIVING_SETTLED
 
 _ASKED = {REGISTERED: msg.ASK_REGISTERED, OFFERED: msg.ASK_OFFERED, EXPOSED: msg.ASK_GRANTED}
 
 
-class _Shard:
-    """One registration on one link."""
-
-    __slots__ = (
-        "asked",
-        "attempt",
-        "finished",
-        "link",
-        "offered",
-        "parts",
-        "parts_in_all",
-        "registered_at",
-        "state",
-        "tokens",
-        "transfer",
-    )
-
-    def __init__(self, link: _Link, transfer: _Expected) -> None:
-        self.link, self.transfer = link, transfer
-        self.attempt = 0
-        self.registered_at = 0.0
-        self.asked = ""
-        self.state = UNSENT
-        self.offered = self.finished = False
-        self.parts: set[int] = set()
-        self.parts_in_all = -1
-        self.tokens = 0
-
-    def move(self, event: str) -> None:
-        try:
-            self.state = RECEIVING[self.state][event]
-        except KeyError:
-            raise LocalProtocolError(f"{event} of {self.transfer.transfer_id} in state {self.state}") from None
-
-
-class _Expected:
-    """One transfer at this rank, over all the links that feed it."""
-
-    __slots__ = (
-        "due", "exposed", "fanout", "memory", "offered", "offered_finished", "open", "packed", "reason", "requeue",
-        "settled", "shards", "tokens", "transfer_id", "verdict",
-    )  # fmt: skip
-
-    def __init__(self, e: ev.Expect) -> None:
-        self.transfer_id, self.tokens, self.packed, self.fanout = e.transfer_id, e.tokens, e.packed, e.fanout
-        self.memory: Any = e.memory
-        self.exposed = False
-        self.shards: list[_Shard] = []
-        self.open = len(e.links)
-        self.verdict = False
-        self.settled = False
-        self.requeue = False
-        self.offered = self.offered_finished = False
-        self.reason = ""
-        self.due = NEVER
-
-
-class _Link:
-    """What this receiver has open at one sending rank."""
-
-    __slots__ = ("highest", "incarnation", "key", "live", "silent", "unsent", "up")
-
-    def __init__(self, key: ev.Link, highest: int) -> None:
-        self.key = key
-        self.incarnation = 0
-        self.up = self.silent = False
-        self.highest = highest
-        self.live: dict[int, _Shard] = {}
-        self.unsent: list[_Shard] = []
-
-    def lowest(self) -> int:
-        """Lowest attempt that is open; the next one when none is. Attempts open in order, so the first key is the
-        lowest.
-        """
-        for attempt in self.live:
-            return attempt
-        return self.highest + 1
-
-
-class Receiver:
+class Receiver(Registrations):
     """All transfers that one rank receives. Driven by :class:`~pushkv.model.protocol.endpoint.Endpoint`."""
-
-    def __init__(self, incarnation: int, settings: Settings) -> None:
-        self._me = incarnation
-        self._set = settings
-        self._links: dict[ev.Link, _Link] = {}
-        self._transfers: dict[str, _Expected] = {}
-        self.deadlines: Deadlines[_Expected] = Deadlines()
-        self._issued = 0
-        self.counters: dict[str, int] = {}
 
     def sizes(self) -> dict[str, int]:
         """Entries per table: what must stay bounded by what is open."""
@@ -203,7 +108,7 @@ class Receiver:
         if not state.unsent:
             self.link_forget(link)
 
-    def _end_or_register_again(self, link: _Link, highest: int, reason: str, out: Out) -> None:
+    def _end_or_register_again(self, link: ReceiverLink, highest: int, reason: str, out: Out) -> None:
         """Attempts up to ``highest`` are settled: what nobody has answered becomes another attempt, the rest end."""
         for shard in list(link.live.values()):
             if shard.attempt > highest:
@@ -213,7 +118,7 @@ class Receiver:
             else:
                 self._end(shard, reason, out)
 
-    def _again(self, shard: _Shard) -> None:
+    def _again(self, shard: Shard) -> None:
         """Nobody has this attempt: it will be another one when the link is up (again)."""
         shard.move("again")
         del shard.link.live[shard.attempt]
@@ -330,13 +235,13 @@ class Receiver:
             raise LocalProtocolError(f"{e.transfer_id} is open: settle one attempt before the next")
         if not e.links or len(set(e.links)) != len(e.links):
             raise LocalProtocolError(f"{e.transfer_id}: links must be one or more, each once, got {e.links}")
-        transfer = self._transfers[e.transfer_id] = _Expected(e)
+        transfer = self._transfers[e.transfer_id] = Expected(e)
         if e.tokens == 0 and transfer.memory is None:
             transfer.memory = ()
         self.deadlines.arm(transfer, now + self._set.wait_s)
         for key in e.links:
             link = self._link(key)
-            shard = _Shard(link, transfer)
+            shard = Shard(link, transfer)
             transfer.shards.append(shard)
             link.unsent.append(shard)
         for key in e.links:
@@ -392,142 +297,3 @@ class Receiver:
         """Verdicts whose time has come."""
         while (transfer := self.deadlines.pop_due(now)) is not None:
             self._fail(transfer, "deadline", out)
-
-    # ------------------------------------------------------------ one shard
-
-    def _send_unsent(self, link: _Link, now: float, out: Out) -> None:
-        unsent, link.unsent = link.unsent, []
-        for shard in unsent:
-            self._register(shard, now, out)
-
-    def _register(self, shard: _Shard, now: float, out: Out) -> None:
-        link, transfer = shard.link, shard.transfer
-        link.highest += 1
-        shard.attempt, shard.registered_at = link.highest, now
-        link.live[shard.attempt] = shard
-        shard.move("send" if transfer.memory is None else "send_exposed")
-        transfer.exposed = transfer.exposed or (transfer.memory is not None and transfer.tokens > 0)
-        self._send_register(shard, out)
-
-    def _send_register(self, shard: _Shard, out: Out) -> None:
-        link, t = shard.link, shard.transfer
-        memory = t.memory if shard.state is EXPOSED else None
-        register = msg.Register(
-            self._me,
-            link.incarnation,
-            shard.attempt,
-            t.transfer_id,
-            t.tokens,
-            t.fanout,
-            t.packed,
-            link.lowest(),
-            memory,
-        )
-        out.append(ev.Send(link.key, register))
-
-    def _land(self, shard: _Shard, out: Out) -> None:
-        shard.move("landed")
-        self._retire(shard, out)
-
-    def _closed(self, link: ev.Link, attempt: int, reason: str, out: Out) -> None:
-        shard = self._open(link, attempt)
-        if shard is None:
-            self._count("closing_late")
-            return
-        self._end(shard, reason, out)
-
-    def _end(self, shard: _Shard, reason: str, out: Out) -> None:
-        shard.move("end")
-        shard.transfer.reason = shard.transfer.reason or reason
-        self._retire(shard, out)
-
-    def _retire(self, shard: _Shard, out: Out) -> None:
-        """A shard is settled: it leaves the link, and its transfer is looked at."""
-        shard.link.live.pop(shard.attempt, None)
-        shard.transfer.open -= 1
-        self._judge(shard.transfer, out)
-
-    def _withdraw_all(self, transfer: _Expected, out: Out) -> None:
-        """Ask every sender to stop; one that was asked to give way is asked again when it must stop for good."""
-        asked = "requeue" if transfer.requeue else "stop"
-        for shard in transfer.shards:
-            if shard.state is UNSENT:
-                shard.move("end")
-                shard.link.unsent.remove(shard)
-                transfer.open -= 1
-            elif shard.state not in RECEIVING_SETTLED and shard.asked not in ("stop", asked):
-                if shard.state is not WITHDRAWN:
-                    shard.move("withdraw")
-                shard.asked = asked
-                self._send_cancel(shard, out)
-
-    def _send_cancel(self, shard: _Shard, out: Out) -> None:
-        link, transfer = shard.link, shard.transfer
-        cancel = msg.Cancel(self._me, link.incarnation, shard.attempt, transfer.transfer_id, transfer.requeue)
-        out.append(ev.Send(link.key, cancel))
-
-    # ------------------------------------------------------------ one transfer
-
-    def _fail(self, transfer: _Expected, reason: str, out: Out) -> None:
-        """The verdict falls before all is settled, because a bound says so."""
-        if not transfer.verdict:
-            transfer.verdict = True
-            transfer.reason = reason
-            transfer.requeue = False
-            self.deadlines.disarm(transfer)
-            out.append(ev.Broken(transfer.transfer_id, transfer.reason))
-            self._withdraw_all(transfer, out)
-            self._judge(transfer, out)
-
-    def _judge(self, transfer: _Expected, out: Out) -> None:
-        """Say what the shards' states add up to, each thing once."""
-        landed = sum(shard.state is LANDED for shard in transfer.shards)
-        if not transfer.verdict and len(transfer.shards) - transfer.open > landed:
-            self._withdraw_all(transfer, out)  # one has failed: the others need not go on, the verdict waits for them
-        if transfer.open == 0 and not transfer.verdict:
-            if landed == len(transfer.shards):
-                transfer.verdict = transfer.settled = True
-                out.append(ev.Landed(transfer.transfer_id))
-            elif transfer.requeue and landed:
-                self._resume(transfer, out)
-                return
-            elif not transfer.requeue:
-                transfer.verdict = True
-                out.append(ev.Broken(transfer.transfer_id, transfer.reason))
-        if transfer.open == 0 or (transfer.verdict and not transfer.exposed):
-            self._settled(transfer, out)
-
-    def _resume(self, transfer: _Expected, out: Out) -> None:
-        """It gave way too late: some of it has landed, and is not sent twice. The rest is registered again, in the same
-        memory.
-        """
-        transfer.requeue, transfer.reason = False, ""
-        for index, old in enumerate(transfer.shards):
-            if old.state is ENDED:
-                transfer.shards[index] = shard = _Shard(old.link, transfer)
-                transfer.open += 1
-                self._register(shard, old.registered_at, out)
-
-    def _settled(self, transfer: _Expected, out: Out) -> None:
-        """Forget the transfer here. Shards that are still open, and were never given anything, are closed by their
-        links.
-        """
-        if not transfer.settled:
-            transfer.settled = True
-            out.append(ev.Settled(transfer.transfer_id))
-        if self._transfers.get(transfer.transfer_id) is transfer:
-            del self._transfers[transfer.transfer_id]
-            self.deadlines.disarm(transfer)
-
-    def _open(self, link: ev.Link, attempt: int) -> _Shard | None:
-        state = self._links.get(link)
-        return None if state is None else state.live.get(attempt)
-
-    def _link(self, key: ev.Link) -> _Link:
-        link = self._links.get(key)
-        if link is None:
-            link = self._links[key] = _Link(key, self._issued)
-        return link
-
-    def _count(self, name: str) -> None:
-        self.counters[name] = self.counters.get(name, 0) + 1

@@ -7,150 +7,31 @@ its posts are reads.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from typing import Final
 
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.model.protocol.deadlines import NEVER, Deadlines
 from pushkv.model.protocol.errors import LocalProtocolError
-from pushkv.model.protocol.seen import Seen
-from pushkv.model.protocol.settings import Settings
-from pushkv.model.protocol.states import SENDING, SENDING_CLOSED, Sending
-
-Out = list[ev.Record]
-
-REGISTERED, PROMISED, MET, GRANTED = Sending.REGISTERED, Sending.PROMISED, Sending.MET, Sending.GRANTED
-WRITING, STOPPING = Sending.WRITING, Sending.STOPPING
+from pushkv.model.protocol.outgoing import BROKEN, CLAIMED, PACKING, POSTABLE, SenderLink, Shard, Transfer
+from pushkv.model.protocol.sending import GRANTED, MET, PROMISED, REGISTERED, WRITING, Out, Shards
+from pushkv.model.protocol.states import SENDING_CLOSED, Sending
 
 TOO_MANY: Final = "too many open registrations"
 TOO_LONG: Final = "more tokens than the prompt has"
 
-PACKING: Final = 0
-POSTABLE: Final = 1
-CLAIMED: Final = 2
-BROKEN: Final = 3
 
-
-class _Write:
-    """One part of one shard on its way: packing, postable, claimed (active), broken (perhaps active)."""
-
-    __slots__ = ("bytes", "due", "handle", "last", "part", "shard", "stage", "start", "stop")
-
-    def __init__(self, handle: int, shard: _Shard, part: int, start: int, stop: int, last: bool, size: int) -> None:
-        self.handle, self.shard, self.part = handle, shard, part
-        self.start, self.stop, self.last, self.bytes = start, stop, last, size
-        self.stage = PACKING
-        self.due = NEVER
-
-
-class _Shard:
-    """One attempt on one link."""
-
-    __slots__ = (
-        "attempt", "closing", "done", "link", "memory", "notices", "outgoing", "packed", "parts", "planned", "reason",
-        "requeue", "state", "tokens", "waiting", "writes",
-    )  # fmt: skip
-
-    def __init__(self, link: _Link, outgoing: _Outgoing, register: msg.Register) -> None:
-        self.link, self.outgoing = link, outgoing
-        self.attempt, self.tokens, self.packed = register.attempt, register.tokens, register.packed
-        self.memory = register.memory
-        self.state = REGISTERED if register.memory is None else PROMISED
-        self.planned = -1
-        self.parts = 0
-        self.done = 0
-        self.writes: dict[int, _Write] = {}
-        self.notices: list[msg.Message] = []
-        self.waiting = False
-        self.requeue = False
-        self.closing = "fail"
-        self.reason = ""
-
-    def move(self, event: str) -> None:
-        try:
-            self.state = SENDING[self.state][event]
-        except KeyError:
-            raise LocalProtocolError(f"{event} of {self.outgoing.transfer_id} in state {self.state}") from None
-
-    def active(self) -> int:
-        count = 0
-        for write in self.writes.values():
-            if write.stage >= CLAIMED:
-                count += 1
-        return count
-
-
-class _Outgoing:
-    """One transfer at this rank: the prefill and the shards that read it."""
-
-    __slots__ = (
-        "begun", "bytes_per_token", "chunked", "closed", "computed", "due", "ended", "fanout", "final", "open",
-        "overdue", "peer", "readers", "reason", "released", "shards", "started", "tokens", "told",
-        "transfer_id",
-    )  # fmt: skip
-
-    def __init__(self, transfer_id: str) -> None:
-        self.transfer_id = transfer_id
-        self.begun = self.started = self.final = self.chunked = self.overdue = False
-        self.tokens = self.computed = self.bytes_per_token = 0
-        self.peer = ""
-        self.fanout = 1
-        self.shards: dict[ev.Link, _Shard] = {}
-        self.open = 0
-        self.closed = 0
-        self.readers = 0
-        self.ended = self.told = self.released = False
-        self.reason = ""
-        self.due = NEVER
-
-
-class _Link:
-    """What this sender knows of one receiving rank's incarnation."""
-
-    __slots__ = ("base", "incarnation", "key", "live", "seen", "tombstones", "up")
-
-    def __init__(self, key: ev.Link, incarnation: int, floor: int, open_per_link: int) -> None:
-        self.key = key
-        self.incarnation = incarnation
-        self.up = True
-        self.seen = Seen(open_per_link)
-        self.base = floor
-        self.seen.raise_floor(floor)
-        self.live: dict[int, _Shard] = {}
-        self.tombstones: OrderedDict[int, list[msg.Message]] = OrderedDict()
-
-
-class Sender:
+class Sender(Shards):
     """All shards that one rank sends. Driven by :class:`~pushkv.model.protocol.endpoint.Endpoint`.
 
     ``counters`` counts what was refused or survived, by name. ``wake_at`` is the soonest deadline in host seconds.
     """
-
-    def __init__(self, incarnation: int, settings: Settings) -> None:
-        self._me = incarnation
-        self._set = settings
-        self._links: dict[ev.Link, _Link] = {}
-        self._transfers: dict[str, _Outgoing] = {}
-        self._writes: dict[int, _Write] = {}
-        self._leases: Deadlines[_Outgoing] = Deadlines()
-        self._posted: Deadlines[_Write] = Deadlines()
-        self.deadlines = (self._leases, self._posted)
-        self._remembered: OrderedDict[str, str] = OrderedDict()
-        self._forgotten = 0
-        self._handles = 0
-        self._staged = 0
-        self._staged_by: dict[str, int] = {}
-        self.short: deque[_Shard] = deque()
-        """Shards of which a part waits for staging."""
-        self.counters: dict[str, int] = {}
 
     # ------------------------------------------------------------ what a host may look at
 
     @property
     def staged_bytes(self) -> int:
         """Bytes of staging in use."""
-        return self._staged
+        return self._staging.used
 
     def sizes(self) -> dict[str, int]:
         """Entries per table: what must stay bounded by what is open."""
@@ -201,7 +82,7 @@ class Sender:
 
     def link_up(self, link: ev.Link, incarnation: int) -> None:
         """``link`` is connected to ``incarnation``."""
-        self._links[link] = _Link(link, incarnation, self._forgotten, self._set.open_per_link)
+        self._links[link] = SenderLink(link, incarnation, self._forgotten, self._set.open_per_link)
 
     def floor(self, link: ev.Link) -> int:
         """Up to it registrations count as seen on ``link``, and none is open: the highest on any link that was
@@ -262,7 +143,7 @@ class Sender:
                 self._end(outgoing, refusal, "fail", out)  # its receiver has given it up by this
             return
         if outgoing is None:
-            outgoing = self._transfers[m.transfer_id] = _Outgoing(m.transfer_id)
+            outgoing = self._transfers[m.transfer_id] = Transfer(m.transfer_id)
             self._leases.arm(outgoing, now + self._set.orphan_s)
         outgoing.peer = link[0]
         outgoing.fanout = max(1, m.fanout)
@@ -270,7 +151,7 @@ class Sender:
         if older is not None and older.state not in SENDING_CLOSED:
             older.requeue = True
             self._stop(older, "cancel", "superseded", out)
-        shard = _Shard(state, outgoing, m)
+        shard = Shard(state, outgoing, m)
         outgoing.shards[link] = shard
         outgoing.open += 1
         state.live[attempt] = shard
@@ -345,7 +226,7 @@ class Sender:
         """Rendezvous, seen from the prefill."""
         outgoing = self._transfers.get(e.transfer_id)
         if outgoing is None:
-            outgoing = self._transfers[e.transfer_id] = _Outgoing(e.transfer_id)
+            outgoing = self._transfers[e.transfer_id] = Transfer(e.transfer_id)
         elif outgoing.begun:
             raise LocalProtocolError(f"{e.transfer_id} began before")
         self._leases.disarm(outgoing)
@@ -366,7 +247,7 @@ class Sender:
         yet returns it.
         """
         hungry: set[str] = set()
-        youngest: dict[str, _Outgoing] = {}
+        youngest: dict[str, Transfer] = {}
         for outgoing in self._transfers.values():
             states = {shard.state for shard in outgoing.shards.values()}
             if outgoing.final and MET in states and not outgoing.ended:
@@ -492,259 +373,3 @@ class Sender:
             if shard.state is WRITING:
                 self._end(shard.outgoing, "write took too long", "fail", out)
             self._tell(shard.outgoing, out)
-
-    # ------------------------------------------------------------ moving one shard
-
-    def _meet(self, shard: _Shard, out: Out) -> None:
-        shard.move("meet")
-        if shard.state is MET and shard.outgoing.started:
-            self._offer(shard, out)
-        self._pump(shard, out)
-
-    def _offer(self, shard: _Shard, out: Out) -> None:
-        outgoing, link = shard.outgoing, shard.link
-        out.append(
-            ev.Send(link.key, msg.Offer(self._me, link.incarnation, shard.attempt, outgoing.tokens, outgoing.final))
-        )
-
-    def _pump(self, shard: _Shard, out: Out) -> None:
-        """Plan the parts that can leave now."""
-        state = shard.state
-        if (state is not GRANTED and state is not WRITING) or not shard.link.up:
-            return
-        outgoing = shard.outgoing
-        if shard.planned < 0:
-            shard.planned = outgoing.tokens - shard.tokens
-            if shard.tokens == 0:
-                notice = msg.Written(self._me, shard.link.incarnation, shard.attempt, 0, 0, True)
-                shard.notices.append(notice)
-                out.append(ev.Send(shard.link.key, notice))
-                self._close(shard, "finish", out)
-                self._settle(outgoing, out)
-                return
-        whole = not (outgoing.chunked and shard.packed)
-        if shard.waiting or (whole and not outgoing.final):
-            return
-        size = outgoing.bytes_per_token
-        while shard.planned < outgoing.computed:
-            start, stop = shard.planned, outgoing.computed
-            if shard.packed:
-                stop = min(stop, start + self._part_tokens(size))
-                if not self._stage(shard, (stop - start) * size):
-                    return
-            self._handles += 1
-            write = _Write(
-                self._handles, shard, shard.parts, start, stop, stop == outgoing.tokens, (stop - start) * size
-            )
-            shard.planned = stop
-            shard.parts += 1
-            shard.writes[write.handle] = self._writes[write.handle] = write
-            if shard.packed:
-                outgoing.readers += 1
-                out.append(ev.Pack(write.handle, outgoing.transfer_id, shard.link.key, start, stop))
-            else:
-                write.stage = POSTABLE
-                self._post(write, out)
-
-    def _post(self, write: _Write, out: Out) -> None:
-        shard = write.shard
-        out.append(
-            ev.Post(
-                write.handle,
-                shard.outgoing.transfer_id,
-                shard.link.key,
-                write.start,
-                write.stop,
-                shard.packed,
-                shard.memory,
-            )
-        )
-
-    def _cancel(self, shard: _Shard, requeue: bool, out: Out) -> None:
-        if shard.state is STOPPING:
-            return
-        if requeue:
-            if shard.parts:
-                return  # it is on its way: landing gives the memory back sooner than starting over
-            shard.requeue = True
-            self._stop(shard, "cancel", "gave way", out)
-        else:
-            self._end(shard.outgoing, "cancelled", "cancel", out)
-
-    def _stop(self, shard: _Shard, closing: str, reason: str, out: Out) -> None:
-        """Close at once when nothing is active; else stop the writes and wait."""
-        if shard.state in SENDING_CLOSED or shard.state is STOPPING:
-            return
-        shard.reason, shard.closing = reason, closing
-        active = [write for write in shard.writes.values() if write.stage >= CLAIMED]
-        if not active:
-            self._close(shard, closing, out)
-            return
-        shard.move("stop")
-        for write in active:
-            out.append(ev.Abandon(write.handle))
-
-    def _quiet(self, shard: _Shard, out: Out) -> None:
-        if shard.state is STOPPING and shard.active() == 0:
-            self._close(shard, shard.closing, out)
-        self._settle(shard.outgoing, out)
-
-    def _close(self, shard: _Shard, event: str, out: Out) -> None:
-        """The one place where a shard ends and its receiver is told."""
-        shard.move(event)
-        link, outgoing = shard.link, shard.outgoing
-        outgoing.open -= 1
-        for write in list(shard.writes.values()):
-            if write.stage == POSTABLE:
-                self._drop(write)
-        if shard.state is Sending.WRITTEN:
-            outgoing.closed += 1
-        else:
-            notice: msg.Message = (
-                msg.Failed(self._me, link.incarnation, shard.attempt, shard.reason[:64])
-                if shard.state is Sending.FAILED
-                else msg.Cancelled(self._me, link.incarnation, shard.attempt)
-            )
-            shard.notices = [notice]
-            if link.up:
-                out.append(ev.Send(link.key, notice))
-            if shard.requeue and outgoing.shards.get(link.key) is shard:
-                del outgoing.shards[link.key]
-        del link.live[shard.attempt]
-        self._bury(link, shard.attempt, shard.notices)
-
-    # ------------------------------------------------------------ moving one transfer
-
-    def _end(
-        self, outgoing: _Outgoing, reason: str, closing: str, out: Out, *, never_posted_only: bool = False
-    ) -> None:
-        """No shard of ``outgoing`` will be sent any more, but for those that are posted when a lease ends it."""
-        if not outgoing.ended:
-            outgoing.ended, outgoing.reason = True, reason
-        for shard in list(outgoing.shards.values()):
-            if not (never_posted_only and shard.state is WRITING):
-                self._stop(shard, closing, reason, out)
-        self._settle(outgoing, out)
-
-    def _settle(self, outgoing: _Outgoing, out: Out) -> None:
-        """Say what has become true of the whole transfer, each thing once."""
-        if outgoing.begun:
-            if not outgoing.ended and outgoing.closed >= outgoing.fanout:
-                outgoing.ended = True
-            if outgoing.ended and outgoing.open == 0:
-                self._tell(outgoing, out)
-            if not outgoing.released and outgoing.readers == 0 and not self._read_later(outgoing):
-                outgoing.released = True
-                out.append(ev.Released(outgoing.transfer_id))
-        over = outgoing.ended and outgoing.open == 0 and (outgoing.released or not outgoing.begun)
-        if over and self._transfers.get(outgoing.transfer_id) is outgoing:
-            del self._transfers[outgoing.transfer_id]
-            self._leases.disarm(outgoing)
-            self._remember(outgoing.transfer_id, outgoing.reason or "handed over before")
-
-    def _read_later(self, outgoing: _Outgoing) -> bool:
-        """Whether a write that is not yet under way may still read the source."""
-        if not outgoing.ended and len(outgoing.shards) < outgoing.fanout:
-            return True
-        for shard in outgoing.shards.values():
-            if shard.state in (REGISTERED, PROMISED, MET, GRANTED, WRITING):
-                under_way = shard.planned == outgoing.tokens and (shard.packed or shard.state is WRITING)
-                if not under_way:
-                    return True
-        return False
-
-    def _tell(self, outgoing: _Outgoing, out: Out) -> None:
-        if outgoing.begun and not outgoing.told:
-            outgoing.told = True
-            ok = outgoing.closed >= outgoing.fanout
-            out.append(ev.Sent(outgoing.transfer_id, ok, "" if ok else outgoing.reason))
-
-    # ------------------------------------------------------------ staging
-
-    def _part_tokens(self, bytes_per_token: int) -> int:
-        """Tokens of the largest part: half of what a peer may stage, so that one is packed while another is written."""
-        share = int(self._set.staging_bytes * self._set.staging_share) // 2
-        return max(1, share // bytes_per_token) if bytes_per_token else 1 << 62
-
-    def _stage(self, shard: _Shard, size: int) -> bool:
-        """Take staging for one part, or queue the shard for it."""
-        engine = shard.link.key[0]
-        mine = self._staged_by.get(engine, 0)
-        limit = self._set.staging_bytes * self._set.staging_share
-        if (self._staged + size > self._set.staging_bytes and self._staged) or (mine and mine + size > limit):
-            shard.waiting = True
-            self.short.append(shard)
-            return False
-        self._staged += size
-        self._staged_by[engine] = mine + size
-        return True
-
-    def _drop(self, write: _Write) -> None:
-        """Forget a write that nothing reads or performs any more."""
-        shard = write.shard
-        self._posted.disarm(write)
-        del self._writes[write.handle]
-        del shard.writes[write.handle]
-        if not shard.packed:
-            if write.stage >= CLAIMED:
-                shard.outgoing.readers -= 1
-            return
-        engine = shard.link.key[0]
-        self._staged -= write.bytes
-        left = self._staged_by[engine] - write.bytes
-        if left:
-            self._staged_by[engine] = left
-        else:
-            del self._staged_by[engine]
-
-    def refill(self, out: Out) -> None:
-        """Let those who wait for staging try again, in order. The endpoint calls it at the end of a step; cheap when
-        nobody waits.
-        """
-        for _ in range(len(self.short)):
-            shard = self.short.popleft()
-            shard.waiting = False
-            self._pump(shard, out)
-
-    # ------------------------------------------------------------ what late and lost messages need
-
-    def _refuse(self, link: _Link, attempt: int, reason: str, out: Out) -> None:
-        self._count("refused")
-        notice = msg.Failed(self._me, link.incarnation, attempt, reason[:64])
-        out.append(ev.Send(link.key, notice))
-        self._bury(link, attempt, [notice])
-
-    def _close_unseen(self, link: _Link, attempt: int, out: Out) -> None:
-        notice = msg.Cancelled(self._me, link.incarnation, attempt)
-        out.append(ev.Send(link.key, notice))
-        self._bury(link, attempt, [notice])
-
-    def _repeat(self, link: _Link, attempt: int, out: Out) -> None:
-        """Say the outcome of a closed registration again; one that is forgotten has failed: nothing of it is active."""
-        if attempt in link.live:
-            return
-        notices = link.tombstones.get(attempt)
-        if notices is None:
-            notices = [msg.Failed(self._me, link.incarnation, attempt, msg.FORGOTTEN)]
-        for notice in notices:
-            out.append(ev.Send(link.key, notice))
-
-    def _bury(self, link: _Link, attempt: int, notices: list[msg.Message]) -> None:
-        link.tombstones[attempt] = notices
-        if len(link.tombstones) > self._set.tombstones_per_link:
-            link.tombstones.popitem(last=False)
-
-    def _trim(self, link: _Link, floor: int) -> None:
-        """The receiver has closed everything up to ``floor``."""
-        if floor > link.seen.floor or link.tombstones:
-            link.seen.raise_floor(floor)
-            for attempt in [a for a in link.tombstones if a <= floor]:
-                del link.tombstones[attempt]
-
-    def _remember(self, transfer_id: str, reason: str) -> None:
-        self._remembered[transfer_id] = reason
-        if len(self._remembered) > self._set.remembered_ids:
-            self._remembered.popitem(last=False)
-
-    def _count(self, name: str) -> None:
-        self.counters[name] = self.counters.get(name, 0) + 1

@@ -13,9 +13,10 @@ from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.model.protocol.endpoint import Endpoint
 from pushkv.model.protocol.ledger import Ledger
+from pushkv.model.protocol.outgoing import CLAIMED
 from pushkv.model.protocol.receiver import Receiver
 from pushkv.model.protocol.seen import Seen
-from pushkv.model.protocol.sender import CLAIMED, Sender
+from pushkv.model.protocol.sender import Sender
 from tests.protocol.profiles import CALM, CHURN, CRASHY, HOSTILE, LOSSY, PARTITION, PAUSED, Profile
 from tests.protocol.world import SETTINGS
 

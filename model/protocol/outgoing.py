@@ -1,0 +1,112 @@
+"""What a sender keeps: writes, shards, transfers and links. Records, and the one checked move of a shard's state.
+
+Decides nothing: ``sending`` moves them, ``sender`` hears events.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from pushkv.model.protocol import events as ev
+from pushkv.model.protocol import messages as msg
+from pushkv.model.protocol.deadlines import NEVER
+from pushkv.model.protocol.errors import LocalProtocolError
+from pushkv.model.protocol.seen import Seen
+from pushkv.model.protocol.states import SENDING, Sending
+
+_WITHOUT_MEMORY, _WITH_MEMORY = Sending.REGISTERED, Sending.PROMISED
+
+PACKING: Final = 0
+POSTABLE: Final = 1
+CLAIMED: Final = 2
+BROKEN: Final = 3
+
+
+class Write:
+    """One part of one shard on its way: packing, postable, claimed (active), broken (perhaps active)."""
+
+    __slots__ = ("bytes", "due", "handle", "last", "part", "shard", "stage", "start", "stop")
+
+    def __init__(self, handle: int, shard: Shard, part: int, start: int, stop: int, last: bool, size: int) -> None:
+        self.handle, self.shard, self.part = handle, shard, part
+        self.start, self.stop, self.last, self.bytes = start, stop, last, size
+        self.stage = PACKING
+        self.due = NEVER
+
+
+class Shard:
+    """One attempt on one link."""
+
+    __slots__ = (
+        "attempt", "closing", "done", "link", "memory", "notices", "outgoing", "packed", "parts", "planned", "reason",
+        "requeue", "state", "tokens", "waiting", "writes",
+    )  # fmt: skip
+
+    def __init__(self, link: SenderLink, outgoing: Transfer, register: msg.Register) -> None:
+        self.link, self.outgoing = link, outgoing
+        self.attempt, self.tokens, self.packed = register.attempt, register.tokens, register.packed
+        self.memory = register.memory
+        self.state: Sending = _WITHOUT_MEMORY if register.memory is None else _WITH_MEMORY
+        self.planned = -1
+        self.parts = 0
+        self.done = 0
+        self.writes: dict[int, Write] = {}
+        self.notices: list[msg.Message] = []
+        self.waiting = False
+        self.requeue = False
+        self.closing = "fail"
+        self.reason = ""
+
+    def move(self, event: str) -> None:
+        try:
+            self.state = SENDING[self.state][event]
+        except KeyError:
+            raise LocalProtocolError(f"{event} of {self.outgoing.transfer_id} in state {self.state}") from None
+
+    def active(self) -> int:
+        count = 0
+        for write in self.writes.values():
+            if write.stage >= CLAIMED:
+                count += 1
+        return count
+
+
+class Transfer:
+    """One transfer at this rank: the prefill and the shards that read it."""
+
+    __slots__ = (
+        "begun", "bytes_per_token", "chunked", "closed", "computed", "due", "ended", "fanout", "final", "open",
+        "overdue", "peer", "readers", "reason", "released", "shards", "started", "tokens", "told",
+        "transfer_id",
+    )  # fmt: skip
+
+    def __init__(self, transfer_id: str) -> None:
+        self.transfer_id = transfer_id
+        self.begun = self.started = self.final = self.chunked = self.overdue = False
+        self.tokens = self.computed = self.bytes_per_token = 0
+        self.peer = ""
+        self.fanout = 1
+        self.shards: dict[ev.Link, Shard] = {}
+        self.open = 0
+        self.closed = 0
+        self.readers = 0
+        self.ended = self.told = self.released = False
+        self.reason = ""
+        self.due = NEVER
+
+
+class SenderLink:
+    """What this sender knows of one receiving rank's incarnation."""
+
+    __slots__ = ("base", "incarnation", "key", "live", "seen", "tombstones", "up")
+
+    def __init__(self, key: ev.Link, incarnation: int, floor: int, open_per_link: int) -> None:
+        self.key = key
+        self.incarnation = incarnation
+        self.up = True
+        self.seen = Seen(open_per_link)
+        self.base = floor
+        self.seen.raise_floor(floor)
+        self.live: dict[int, Shard] = {}
+        self.tombstones: OrderedDict[int, list[msg.Message]] = OrderedDict()
