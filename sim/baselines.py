@@ -122,6 +122,7 @@ class PushDecode(Receiving):
         flight = request.flight
         links = (((self.world.prefill_name(flight), 0),),)
         peer = self.world.prefill_name(flight)
+        self.world.registered(flight, self.engine.name)
         self.host.book(ev.Arrived(flight.id, peer, links, flight.input_len, False, memory=memory))
 
     def admitted(self, action: ev.Admit) -> None:
@@ -183,6 +184,7 @@ class PullPrefill(Connector):
         flight.held_p = now
         self.held[flight.id] = request
         peer = self.world.decode_name(flight)
+        self.world.registered(flight, self.engine.name)
         self.host.book(ev.Arrived(flight.id, peer, (((peer, 0),),), flight.input_len, False, memory=flight.id))
         self.world.prefilled(flight, now)
 

@@ -61,7 +61,7 @@ class PushkvPrefill(Sending):
         engine, world = self.engine, self.world
         start = max(self.env.ticks, engine.gpu_free)
         engine.gpu_free = start + world.transfers.gather(action.stop - action.start)
-        world.span(world.flights[action.transfer_id], f"{engine.name}/transfer", "gather", start, engine.gpu_free)
+        world.span(world.flights[action.transfer_id], engine.name, "transfer", "gather", start, engine.gpu_free)
         world.later(engine.gpu_free + self._poll, self._gathered, action.handle)
 
     def _gathered(self, handle: int) -> None:
@@ -122,6 +122,7 @@ class PushkvDecode(Receiving):
         self.engine.open += 1
         peer = world.prefill_name(flight)
         segments = world.transfers.segments(flight.input_len) if flight.packed else 0
+        world.registered(flight, self.engine.name)
         self.host.book(ev.Arrived(flight.id, peer, (((peer, 0),),), flight.input_len, flight.packed, segments))
 
     def ready_to_load(self, action: ev.Ready) -> None:
@@ -176,7 +177,7 @@ class PushkvDecode(Receiving):
             if request.flight.packed and request.first_step == self.engine.steps:
                 start = max(self.engine.gpu_free, self.env.ticks) + total
                 cost = self.world.transfers.scatter(request.input_len)
-                self.world.span(request.flight, f"{self.engine.name}/transfer", "scatter", start, start + cost)
+                self.world.span(request.flight, self.engine.name, "transfer", "scatter", start, start + cost)
                 total += cost
         return total
 
@@ -184,7 +185,7 @@ class PushkvDecode(Receiving):
         flight = request.flight
         if flight.packed and flight.first_token < 0:
             self.host.book(ev.Loaded(flight.id))
-            self.world.span(flight, f"{self.engine.name}/memory", "landing memory", flight.landing, now)
+            self.world.span(flight, self.engine.name, "memory", "landing memory", flight.landing, now)
         super().first_token(request, now)
 
     def poll(self, now: int) -> list[Request]:

@@ -191,7 +191,12 @@ def _finish(scenario: Scenario, given: set[str]) -> Scenario:
         if "overlap" in given and scenario.overlap != "none":
             raise BadInput("--overlap chunk needs staging: use --path packed or auto, or --overlap none")
         changes["overlap"] = "none"
-    if scenario.router is None:
+    if scenario.mode == "pull" and scenario.router == "concurrent" and "router" in given:
+        raise BadInput(
+            "--router concurrent belongs to push and pushkv: with pull the decode leg needs what the prefill leg answers;"
+            " use --router sequential"
+        )
+    if scenario.router is None or scenario.mode == "pull":
         changes["router"] = "sequential" if scenario.mode == "pull" else "concurrent"
     if scenario.arrival == "trace":
         if scenario.trace is None:

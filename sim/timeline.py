@@ -232,6 +232,9 @@ def _bars(axes: Any, y: int, lane: str, spans: Sequence[Span], arrival_s: float,
         start_ms, stop_ms = ((t - arrival_s) * 1e3 for t in (span.start_s, span.end_s))
         if start_ms >= end_ms:
             break
+        start_ms = max(start_ms, 0.0)
+        if stop_ms <= start_ms:
+            continue
         waits = lane.endswith(_PALE)
         colour = _LANE_COLOURS[lane] if waits else _COLOURS.get(span.name, _LANE_COLOURS[lane])
         colour_of[span.name] = colour

@@ -210,5 +210,5 @@ class _Move:
         thread = f"{poster}/{ENGINE if transfers.op == 'READ' else TRANSFER}"
         trace.span(thread, "post", start_s, self._posted * S_PER_TICK, request)
         trace.span(f"wire/{p}-{d}", transfers.op.lower(), start_s, end * S_PER_TICK, request)
-        trace.flow(flight.index, thread, start_s, "s")
+        trace.flow(flight.index, thread, start_s, "t")
         trace.flow(flight.index, f"wire/{p}-{d}", start_s, "t")

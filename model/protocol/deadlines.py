@@ -21,14 +21,24 @@ class Timed(Protocol):
 T = TypeVar("T", bound=Timed)
 
 
-class Deadlines(Generic[T]):
-    """The armed records, soonest first; equal times fire in the order of arming."""
+class Alarm:
+    """When the soonest of several ``Deadlines`` may be due (s). It may be early: disarming does not look for the next."""
 
-    __slots__ = ("_armed", "_heap", "_order", "soonest")
+    __slots__ = ("at",)
 
     def __init__(self) -> None:
-        self.soonest = NEVER
-        """No armed record is due before this; it may be early, since disarming does not look for the next."""
+        self.at = NEVER
+
+
+class Deadlines(Generic[T]):
+    """The armed records, soonest first; equal times fire in the order of arming. ``alarm`` is set to no later than the
+    soonest; whoever lets records fire sets it anew from ``next_at``.
+    """
+
+    __slots__ = ("_alarm", "_armed", "_heap", "_order")
+
+    def __init__(self, alarm: Alarm | None = None) -> None:
+        self._alarm = alarm or Alarm()
         self._heap: list[tuple[float, int, T]] = []
         self._order = 0
         self._armed = 0
@@ -49,8 +59,8 @@ class Deadlines(Generic[T]):
         if record.due == NEVER:
             self._armed += 1
         record.due = at
-        if at < self.soonest:
-            self.soonest = at
+        if at < self._alarm.at:
+            self._alarm.at = at
         self._order += 1
         heappush(self._heap, (at, self._order, record))
         if len(self._heap) > 2 * self._armed + 64:
@@ -68,8 +78,7 @@ class Deadlines(Generic[T]):
         heap = self._heap
         while heap and heap[0][2].due != heap[0][0]:
             heappop(heap)
-        self.soonest = heap[0][0] if heap else NEVER
-        return self.soonest
+        return heap[0][0] if heap else NEVER
 
     def pop_due(self, now: float) -> T | None:
         """The next record due by ``now``, disarmed; ``None`` when there is none."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.model.protocol.deadlines import NEVER, Deadlines
+from pushkv.model.protocol.deadlines import NEVER, Alarm, Deadlines
 from pushkv.model.protocol.errors import LocalProtocolError
 from pushkv.model.protocol.peer import Peer
 from pushkv.model.protocol.receiver import Receiver
@@ -40,14 +40,14 @@ class Endpoint:
             raise LocalProtocolError("an incarnation is a positive random number")
         self.incarnation = incarnation
         self.settings = settings
-        self.sender = Sender(incarnation, settings)
-        self.receiver = Receiver(incarnation, settings)
+        self._alarm = Alarm()
+        self.sender = Sender(incarnation, settings, self._alarm)
+        self.receiver = Receiver(incarnation, settings, self._alarm)
         self.peers: dict[ev.Link, Peer] = {}
-        self.wake_at = NEVER
         self.steps = 0
         self.counters: dict[str, int] = {}
         self._facts = facts
-        self._watch: Deadlines[Peer] = Deadlines()
+        self._watch: Deadlines[Peer] = Deadlines(self._alarm)
         self._dropped: Out = []
         self._greetings_sent = count(1)
         sender, receiver = self.sender, self.receiver
@@ -94,22 +94,23 @@ class Endpoint:
             if kind not in handlers:
                 raise LocalProtocolError(f"{kind.__name__} is not an event of a rank")
             handlers[kind](event, now, out)
-        if now >= self.wake_at:
-            late = now - self.wake_at
+        if now >= self._alarm.at:
+            late = now - self._alarm.at
             if late > self.settings.pause_s:
                 for peer in self.peers.values():
                     peer.paused(late, now)
             self._fire(now, out)
+            self._alarm.at = min(deadlines.next_at() for deadlines in self._deadlines)
         if self._dropped:
             out.extend(self._dropped)
             self._dropped.clear()
         if self.sender.short:
             self.sender.refill(out)
-        wake_at = NEVER
-        for deadlines in self._deadlines:
-            if deadlines.soonest < wake_at:
-                wake_at = deadlines.soonest
-        self.wake_at = wake_at
+
+    @property
+    def wake_at(self) -> float:
+        """When to call ``step`` again at the latest (s); ``inf``: not before there is an event."""
+        return self._alarm.at
 
     def busy(self, link: ev.Link) -> bool:
         """Whether anything is open on ``link``, in either direction."""

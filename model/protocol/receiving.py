@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.model.protocol.deadlines import Deadlines
+from pushkv.model.protocol.deadlines import Alarm, Deadlines
 from pushkv.model.protocol.incoming import Expected, ReceiverLink, Shard
 from pushkv.model.protocol.settings import Settings
 from pushkv.model.protocol.states import RECEIVING_SETTLED, Receiving
@@ -21,12 +21,12 @@ EXPOSED, WITHDRAWN, LANDED, ENDED = Receiving.EXPOSED, Receiving.WITHDRAWN, Rece
 class Registrations:
     """The state of one rank's receiver, and the moves that its events have in common."""
 
-    def __init__(self, incarnation: int, settings: Settings) -> None:
+    def __init__(self, incarnation: int, settings: Settings, alarm: Alarm | None = None) -> None:
         self._me = incarnation
         self._set = settings
         self._links: dict[ev.Link, ReceiverLink] = {}
         self._transfers: dict[str, Expected] = {}
-        self.deadlines: Deadlines[Expected] = Deadlines()
+        self.deadlines: Deadlines[Expected] = Deadlines(alarm)
         self._issued = 0
         self.counters: dict[str, int] = {}
 

@@ -23,7 +23,7 @@ TOO_LONG: Final = "more tokens than the prompt has"
 class Sender(Shards):
     """All shards that one rank sends. Driven by :class:`~pushkv.model.protocol.endpoint.Endpoint`.
 
-    ``counters`` counts what was refused or survived, by name. ``wake_at`` is the soonest deadline in host seconds.
+    ``counters`` counts what was refused or survived, by name.
     """
 
     # ------------------------------------------------------------ what a host may look at

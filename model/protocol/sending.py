@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.model.protocol.deadlines import Deadlines
+from pushkv.model.protocol.deadlines import Alarm, Deadlines
 from pushkv.model.protocol.outgoing import CLAIMED, POSTABLE, SenderLink, Shard, Transfer, Write
 from pushkv.model.protocol.settings import Settings
 from pushkv.model.protocol.staging import Staging
@@ -24,14 +24,14 @@ WRITING, STOPPING = Sending.WRITING, Sending.STOPPING
 class Shards:
     """The state of one rank's sender, and the moves that its events have in common."""
 
-    def __init__(self, incarnation: int, settings: Settings) -> None:
+    def __init__(self, incarnation: int, settings: Settings, alarm: Alarm | None = None) -> None:
         self._me = incarnation
         self._set = settings
         self._links: dict[ev.Link, SenderLink] = {}
         self._transfers: dict[str, Transfer] = {}
         self._writes: dict[int, Write] = {}
-        self._leases: Deadlines[Transfer] = Deadlines()
-        self._posted: Deadlines[Write] = Deadlines()
+        self._leases: Deadlines[Transfer] = Deadlines(alarm)
+        self._posted: Deadlines[Write] = Deadlines(alarm)
         self.deadlines = (self._leases, self._posted)
         self._remembered: OrderedDict[str, str] = OrderedDict()
         self._forgotten = 0
