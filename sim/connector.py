@@ -151,6 +151,7 @@ class Sending(Connector):
         self.held: dict[str, Request] = {}
         self.freeable: list[Request] = []
         self._at_work: dict[str, Request] = {}
+        self._stuck: tuple[str, int] = ("", 0)
         self.watched = self.held
 
     def _hold(self, request: Request, bytes_per_token: int, *, chunked: bool) -> None:
@@ -162,6 +163,15 @@ class Sending(Connector):
         flight = request.flight
         if flight.prefill_start < 0:
             flight.prefill_start = now
+
+    def starved(self, request: Request, now: int) -> None:
+        """The cache is full of finished prompts that wait for memory over there: who has some and has not begun gives
+        way (rule 8). Said once for every change in what is held.
+        """
+        stuck = (request.flight.id, len(self.held))
+        if self.held and not self.engine.running and stuck != self._stuck:
+            self._stuck = stuck
+            self.host.feed(ev.GiveWay())
 
     def preempted(self, request: Request) -> None:
         self.host.feed(ev.Preempted(request.flight.id))
@@ -182,6 +192,8 @@ class Sending(Connector):
             self.freeable.append(request)
             self.news += 1
             self.engine.kick()
+        elif request.freed:
+            self.world.done_at_p(request.flight)
 
     def poll(self, now: int) -> list[Request]:
         self.news = 0
@@ -195,12 +207,16 @@ class Sending(Connector):
         return True
 
     def _free(self, request: Request, now: int) -> None:
+        self._free_blocks(request, now)
+        self.world.done_at_p(request.flight)
+
+    def _free_blocks(self, request: Request, now: int) -> None:
         flight = request.flight
+        request.freed = True
         self.engine.open -= 1
         self.engine.pool.give_back(request.blocks)
         self.world.held_p += len(request.blocks) * (now - flight.held_p)
         self.world.memory_span(flight, self.engine.name, flight.held_p, now)
-        self.world.done_at_p(flight)
 
 
 class Receiving(Connector):

@@ -85,7 +85,8 @@ class Engine(Scheduler):
         self._looping = False
 
     def pause(self, until: int) -> None:
-        """The process is stopped until ``until``: what is due before happens then. What is being jumped over is taken step by step."""
+        """The process is stopped until ``until``: what is due before happens then. What is being jumped over is taken
+        step by step."""
         self.kick()
         self._paused_until = max(self._paused_until, until)
 
@@ -142,7 +143,8 @@ class Engine(Scheduler):
             self._land(now)
 
     def _rewind(self, now: int) -> None:
-        """Something comes while the engine makes its last pass after everybody has gone: it is seen in that pass, or after it."""
+        """Something comes while the engine makes its last pass after everybody has gone: it is seen in that pass, or
+        after it."""
         last = self._since + self.costs.idle_poll
         if now <= last:
             self._at(last, self._top)

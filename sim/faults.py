@@ -18,7 +18,7 @@ from pushkv.sim.request import Flight
 from pushkv.sim.ticks import ticks
 
 PATIENCE_S = 1200.0
-"""Longer than any verdict of the protocol takes: a cluster that has done nothing for so long will do nothing any more."""
+"""Longer than any verdict of the protocol takes: what has done nothing for so long will do nothing any more."""
 
 if TYPE_CHECKING:
     from pushkv.sim.host import Host
@@ -105,7 +105,8 @@ class Faults:
                 world.hosts[name].feed(ev.Greet((other, 0)))
 
     def _watch(self, _: None) -> None:
-        """Memory that a dead peer may still read or write never comes back. Clients of what waits for it do not wait for ever."""
+        """Memory that a dead peer may still read or write never comes back. Clients of what waits for it do not wait
+        for ever."""
         world = self._world
         steps = sum(engine.steps for engine in world.engines.values())
         progress = (world.remaining, steps)

@@ -135,7 +135,8 @@ class Host:
         self.dead = self.stopping = True
 
     def stopped(self, then: Callable[[Any], None], what: Any) -> bool:
-        """Whether no thread of the process runs now. A paused one calls ``then(what)`` when it goes on; a dead one never does."""
+        """Whether no thread of the process runs now. A paused one calls ``then(what)`` when it goes on; a dead one
+        never does."""
         if self.dead:
             return True
         if self.env.ticks < self._paused_until:

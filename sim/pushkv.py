@@ -29,13 +29,15 @@ class PushkvPrefill(Sending):
         super().__init__(world, engine)
         self._thread_free = 0
         self._poll = world.transfer_poll
+        self._enqueued: dict[str, int] = {}
+        """Of prompts under way: tokens whose gather is enqueued."""
 
     def received(self, request: Request) -> None:
         super().received(request)
         self._hold(request, self.world.transfers.bytes_per_token, chunked=self.world.chunked)
 
     def started(self, request: Request, now: int) -> None:
-        """A direct transfer is offered when its prefill starts; a packed one with its first chunk, in this same pass."""
+        """A direct transfer is offered when its prefill starts, a packed one with its first chunk, in this pass."""
         flight = request.flight
         if flight.prefill_start < 0 and not flight.packed:
             self.host.feed(ev.Computed(flight.id, 0, False))
@@ -52,14 +54,24 @@ class PushkvPrefill(Sending):
                 self.host.feed(ev.Computed(flight.id, done, done == flight.input_len))
 
     def prefilled(self, request: Request, now: int) -> None:
-        super().prefilled(request, now)
+        """Packed, with every gather enqueued: the device runs them before whatever is written into the blocks next, so
+        vLLM frees them at once. Else they are held.
+        """
         flight = request.flight
+        if flight.id in self._at_work and self._enqueued.pop(flight.id, 0) == flight.input_len:
+            flight.held_p = now
+            self.world.prefilled(flight, now)
+            self._free_blocks(request, now)
+            return
+        super().prefilled(request, now)
         if not flight.packed and flight.id in self._at_work:
             self.host.feed(ev.Computed(flight.id, flight.input_len, True))
 
     def pack(self, action: ev.Pack) -> None:
         engine, world = self.engine, self.world
         start = max(self.env.ticks, engine.gpu_free)
+        if action.transfer_id not in self.held:
+            self._enqueued[action.transfer_id] = action.stop
         engine.gpu_free = start + world.transfers.gather(action.stop - action.start)
         world.span(world.flights[action.transfer_id], engine.name, "transfer", "gather", start, engine.gpu_free)
         world.later(engine.gpu_free + self._poll, self._gathered, action.handle)

@@ -10,8 +10,8 @@ class Request:
     """A leg of a request at one engine, as that engine's scheduler sees it; the two legs share their ``flight``."""
 
     __slots__ = (
-        "blocks", "computed", "first_step", "flight", "got", "index", "input_len", "last_step", "output_len", "prefill_only",
-        "target",
+        "blocks", "computed", "first_step", "flight", "freed", "got", "index", "input_len", "last_step", "output_len",
+        "prefill_only", "target",
     )  # fmt: skip
 
     def __init__(self, flight: Flight, output_len: int, *, prefill_only: bool) -> None:
@@ -22,6 +22,7 @@ class Request:
         self.prefill_only = prefill_only
         self.blocks = array("i")
         self.computed = 0
+        self.freed = False
         self.target = flight.input_len
         self.got = 0
         self.first_step = self.last_step = -1
@@ -36,8 +37,9 @@ class Flight:
     """What the client and the connector know of a request: its legs, its times (ticks), its transfer."""
 
     __slots__ = (
-        "arrival", "bytes", "d", "decode", "descriptors", "failed", "first_token", "held_d", "held_p", "id", "index", "input_len",
-        "landed", "landing", "leg_end", "output_len", "over", "p", "packed", "post", "prefill", "prefill_start", "register", "wire",
+        "arrival", "bytes", "d", "decode", "descriptors", "failed", "first_token", "held_d", "held_p", "id", "index",
+        "input_len", "landed", "landing", "leg_end", "output_len", "over", "p", "packed", "post", "prefill",
+        "prefill_start", "register", "wire",
     )  # fmt: skip
 
     def __init__(self, index: int, arrival: int, input_len: int, output_len: int) -> None:

@@ -193,8 +193,8 @@ def _finish(scenario: Scenario, given: set[str]) -> Scenario:
         changes["overlap"] = "none"
     if scenario.mode == "pull" and scenario.router == "concurrent" and "router" in given:
         raise BadInput(
-            "--router concurrent belongs to push and pushkv: with pull the decode leg needs what the prefill leg answers;"
-            " use --router sequential"
+            "--router concurrent belongs to push and pushkv: with pull the decode leg needs what the prefill leg"
+            " answers; use --router sequential"
         )
     if scenario.router is None or scenario.mode == "pull":
         changes["router"] = "sequential" if scenario.mode == "pull" else "concurrent"

@@ -142,7 +142,8 @@ class Scheduler:
         batch.prefilled, batch.firsts, batch.lasts = prefilled, firsts, lasts
 
     def _schedule_prompts(self, parts: list[Part], ending: list[Request], now: int) -> None:
-        """Chunks of prompts: those under way first, then new ones while there is room, but none in a step that has preempted somebody."""
+        """Chunks of prompts: those under way first, then new ones while there is room, but none in a step that has
+        preempted somebody."""
         budget = self.token_budget - len(self.active) - len(self._starting)
         for request in list(self.prefilling):
             if request in self.prefilling:

@@ -82,34 +82,61 @@ class TraceWriter:
     def events(self) -> Iterator[dict[str, Any]]:
         """The trace as Chrome trace events, the names of the tracks first."""
         tracks = {row.track for rows in (self.spans, self.instants, self.flows) for row in rows}
+        lane_of, lanes = self._lanes()
         processes: dict[str, int] = {}
-        places: dict[str, dict[str, int]] = {}
+        places: dict[tuple[str, int], dict[str, int]] = {}
         for track in sorted(tracks, key=_order):
             process, _, thread = track.partition("/")
             if process not in processes:
                 processes[process] = len(processes) + 1
                 yield _named("process", {"pid": processes[process]}, process)
-            place = {"pid": processes[process], "tid": len(places) + 1}
-            places[track] = place
-            yield _named("thread", place, thread or process)
-        for span in self.spans:
-            event = {"ph": "X", "name": span.name, "cat": "kv", "ts": span.start_s * _US_PER_S, **places[span.track]}
+            for lane in range(lanes.get(track, 1)):
+                place = {"pid": processes[process], "tid": len(places) + 1}
+                places[track, lane] = place
+                yield _named("thread", place, (thread or process) + (f" {lane + 1}" if lane else ""))
+        covering: dict[tuple[str, object], list[tuple[Span, int]]] = {}
+        for span, lane in zip(self.spans, lane_of, strict=True):
+            place = places[span.track, lane]
+            if span.args and "request" in span.args:
+                covering.setdefault((span.track, span.args["request"]), []).append((span, lane))
+            event = {"ph": "X", "name": span.name, "cat": "kv", "ts": span.start_s * _US_PER_S, **place}
             event["dur"] = (span.end_s - span.start_s) * _US_PER_S
             if span.args:
                 event["args"] = dict(span.args)
             yield event
         for instant in self.instants:
             event = {"ph": "i", "s": "t", "name": instant.name, "cat": "kv", "ts": instant.at_s * _US_PER_S}
-            event |= places[instant.track]
+            event |= places[instant.track, 0]
             if instant.args:
                 event["args"] = dict(instant.args)
             yield event
         for flow in self.flows:
             event = {"ph": flow.phase, "id": flow.id, "name": "transfer", "cat": "kv", "ts": flow.at_s * _US_PER_S}
-            event |= places[flow.track]
+            own = covering.get((flow.track, flow.id), ())
+            event |= places[flow.track, next((lane for s, lane in own if s.start_s <= flow.at_s <= s.end_s), 0)]
             if flow.phase == "f":
                 event["bp"] = "e"  # end on the span around this point, not on the next one
             yield event
+
+    def _lanes(self) -> tuple[list[int], dict[str, int]]:
+        """A lane for every span, and how many lanes each track has: spans that overlap without one holding the other
+        would be drawn wrongly in one lane.
+        """
+        lane_of = [0] * len(self.spans)
+        open_ends: dict[str, list[list[float]]] = {}
+        order = sorted(range(len(self.spans)), key=lambda i: (self.spans[i].start_s, -self.spans[i].end_s))
+        for i in order:
+            span = self.spans[i]
+            lanes = open_ends.setdefault(span.track, [])
+            for ends in lanes:
+                while ends and ends[-1] <= span.start_s:
+                    ends.pop()
+            free = (lane for lane, ends in enumerate(lanes) if not ends or span.end_s <= ends[-1])
+            lane_of[i] = next(free, len(lanes))
+            if lane_of[i] == len(lanes):
+                lanes.append([])
+            lanes[lane_of[i]].append(span.end_s)
+        return lane_of, {track: len(lanes) for track, lanes in open_ends.items()}
 
     def write(self, path: str | Path) -> None:
         """Write the trace; raises `BadInput` where the file cannot be written."""

@@ -73,7 +73,8 @@ class Transfers:
         return -(-int(tokens * self.bytes_per_token * self._landing_share) // SEGMENT_BYTES)
 
     def parcels(self, tokens: int) -> int:
-        """Descriptors that one prefill rank makes for ``tokens`` packed tokens: each pair of ranks has segments of its own."""
+        """Descriptors that one prefill rank makes for ``tokens`` packed tokens: each pair of ranks has segments of its
+        own."""
         pair = tokens * self.bytes_per_token // self._fan
         return -(-pair // SEGMENT_BYTES) * self._each
 

@@ -335,9 +335,7 @@ class World:
     def span(self, flight: Flight, engine: str, thread: str, name: str, start: int, end: int) -> None:
         """Record what was done for ``flight``, when somebody asked for a trace."""
         if self.trace is not None:
-            self.trace.span(
-                f"{engine}/{thread}", name, start * S_PER_TICK, end * S_PER_TICK, {"request": flight.index}
-            )
+            self.trace.span(f"{engine}/{thread}", name, start * S_PER_TICK, end * S_PER_TICK, {"request": flight.index})
 
     def _step_span(self, engine: str, start: int, batch: Batch) -> None:
         assert self.trace is not None

@@ -22,7 +22,7 @@ T = TypeVar("T", bound=Timed)
 
 
 class Alarm:
-    """When the soonest of several ``Deadlines`` may be due (s). It may be early: disarming does not look for the next."""
+    """When the soonest of several ``Deadlines`` may be due (s): perhaps too early, since disarming does not look on."""
 
     __slots__ = ("at",)
 

@@ -12,7 +12,8 @@ from pushkv.sim.blocks import BlockPool, runs
 
 
 class FreeList:
-    """vLLM's own: a deque, taken from the left; uncached blocks of a request come back to the left, cached ones to the right."""
+    """vLLM's own: a deque, taken from the left; uncached blocks of a request come back to the left, cached ones to the
+    right."""
 
     def __init__(self, blocks: int, *, cached: bool) -> None:
         self.free = deque(range(1, blocks + 1))
@@ -75,10 +76,11 @@ def test_runs_are_counted_as_by_hand(source: list[int], destination: list[int], 
 
 
 def test_the_measured_warm_up_pattern() -> None:
-    """Three prompts of 600 tokens one after the other on vLLM 0.26, 16 tokens to a block, 36 layers: 36, 1368, 36 descriptors.
+    """Three prompts of 600 tokens one after the other on vLLM 0.26, 16 tokens to a block, 36 layers: 36, 1368, 36
+    descriptors.
 
-    The first lies in order on both sides. Its blocks come back last one first, so the second descends: one descriptor per block. The third gets
-    them in order again.
+    The first lies in order on both sides. Its blocks come back last one first, so the second descends: one descriptor
+    per block. The third gets them in order again.
     """
     p, d = BlockPool(1000), BlockPool(1000)
     counts = []

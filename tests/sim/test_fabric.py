@@ -1,4 +1,5 @@
-"""The wires: every flow gets its max-min fair share, from the tick at which another joins to the one at which it leaves."""
+"""The wires: every flow gets its max-min fair share, from the tick at which another joins to the one at which it
+leaves."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def carry(capacities: list[float], flows: list[Started]) -> list[float]:
         wires.send(path, size, cap, done)
 
     for number, flow in enumerate(flows):
-        clock.call(ticks(flow[0]), lambda event: start(event._value), number)
+        clock.call(ticks(flow[0]), lambda event: start(event.value), number)
     clock.run()
     return ends
 
@@ -111,7 +112,8 @@ def test_one_flow_alone_takes_size_over_the_narrowest() -> None:
 
 
 def test_two_flows_share_from_the_tick_the_second_joins_to_the_tick_the_first_leaves() -> None:
-    """1 GB/s. A: 100 MB from 0. B: 50 MB from 60 ms. A has 40 MB left, both get half: A ends at 140 ms, B with 10 MB left ends at 150 ms."""
+    """1 GB/s. A: 100 MB from 0. B: 50 MB from 60 ms. A has 40 MB left, both get half: A ends at 140 ms, B with 10 MB
+    left ends at 150 ms."""
     assert carry([1e9], [(0, (0,), 1e8, 1e12), (0.06, (0,), 5e7, 1e12)]) == pytest.approx([0.14, 0.15], abs=1e-11)
 
 

@@ -77,3 +77,19 @@ def test_an_empty_trace_is_a_valid_file(tmp_path: Path) -> None:
 def test_a_trace_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="cannot be written"):
         TraceWriter().write(tmp_path / "absent" / "t.json")
+
+
+def test_spans_that_overlap_get_lanes_of_their_own(tmp_path: Path) -> None:
+    trace = TraceWriter()
+    trace.span("D0/engine", "decode", 0.0, 2.0, {"request": 1})
+    trace.span("D0/engine", "decode", 1.0, 3.0, {"request": 2})  # overlaps the first
+    trace.span("D0/engine", "inner", 0.5, 1.5, {"request": 3})  # lies within the first
+    trace.span("D0/engine", "decode", 2.5, 4.0, {"request": 4})  # the first lane is free again
+    trace.flow(2, "D0/engine", 1.2, "s")
+    trace.write(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    tids = {e["args"]["request"]: e["tid"] for e in events if e["ph"] == "X"}
+    assert tids[1] == tids[3] == tids[4] != tids[2]
+    assert [e["tid"] for e in events if e["ph"] == "s"] == [tids[2]]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {tids[1]: "engine", tids[2]: "engine 2"}

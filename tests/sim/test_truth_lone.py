@@ -1,7 +1,8 @@
 """A lone request takes what a person adds up by hand from the profiles, in every mode, to the nanosecond.
 
-The sums below are written from vLLM's order of things (schedule, launch, look, wait), not from the simulator. An engine with nothing to compute
-looks again every ``schedule + idle_poll``; what comes in between is seen at the next look. The cluster is idle, so nothing else adds up.
+The sums below are written from vLLM's order of things (schedule, launch, look, wait), not from the simulator. An
+engine with nothing to compute looks again every ``schedule + idle_poll``; what comes in between is seen at the next
+look. The cluster is idle, so nothing else adds up.
 """
 
 from __future__ import annotations
@@ -62,10 +63,11 @@ class Sums:
         return [min(BUDGET, self.n - done) for done in range(0, self.n, BUDGET)]
 
     def prefill(self, *, gather: bool = False) -> tuple[list[int], int]:
-        """When the device is done with each chunk (``gather``: and has packed it), and when the engine takes note of the last one.
+        """When the device is done with each chunk (``gather``: and has packed it), and when the engine takes note of
+        the last one.
 
-        The host launches one chunk after the other, but waits for the last but one; each follows its predecessor on the device. After the
-        last launch the scheduler runs once more before the engine looks at results.
+        The host launches one chunk after the other, but waits for the last but one; each follows its predecessor on
+        the device. After the last launch the scheduler runs once more before the engine looks at results.
         """
         host, free, done = self.client_in, 0, 0
         ends: list[int] = []
@@ -89,7 +91,8 @@ class Sums:
         return ticks(gather_s(self.hardware, self.size * tokens // self.n, busy=True))
 
     def blocks(self, op: Op) -> tuple[int, int, int]:
-        """Direct: posting, wire, and what the fabric takes after both. A lone request lies in order: one descriptor per layer."""
+        """Direct: posting, wire, and what the fabric takes after both. A lone request lies in order: one descriptor
+        per layer."""
         count = self.shape.layers
         rate = min(
             flow_bytes_per_s(self.fabric, count, self.size, op, contiguous=False), device_bytes_per_s(self.fabric, op)
@@ -117,7 +120,8 @@ class Sums:
 
 
 def packed(s: Sums, overlap: str) -> int:
-    """Parts leave as they are gathered and share the wire, which does not idle while there are some: the last byte comes as if they queued."""
+    """Parts leave as they are gathered and share the wire, which does not idle while there are some: the last byte
+    comes as if they queued."""
     if overlap == "chunk":
         gathered, parts = s.prefill(gather=True)[0], s.chunks()
     else:
@@ -133,7 +137,8 @@ def packed(s: Sums, overlap: str) -> int:
 
 
 def direct(s: Sums) -> int:
-    """D's loop looks at ``schedule`` after each pass; a report takes effect when the next pass has looked; the one after it admits."""
+    """D's loop looks at ``schedule`` after each pass; a report takes effect when the next pass has looked; the one
+    after it admits."""
     post, wire, after = s.blocks("WRITE")
     landed = s.prefill()[1] + max(post, wire) + after + s.poll + s.message
     seen = s.grid(s.client_in + s.schedule, landed)
@@ -141,7 +146,8 @@ def direct(s: Sums) -> int:
 
 
 def push(s: Sums) -> int:
-    """P's thread posts with the pass after the prefill, P's engine sees the end at a look, D's at a look, and acts on it at the next one."""
+    """P's thread posts with the pass after the prefill, P's engine sees the end at a look, D's at a look, and acts on
+    it at the next one."""
     noted = s.prefill()[1]
     post, wire, after = s.blocks("WRITE")
     written = noted + s.period + max(post, wire) + after
@@ -151,7 +157,7 @@ def push(s: Sums) -> int:
 
 
 def pull(s: Sums) -> int:
-    """The decode leg starts when the prefill leg is over; D's engine thread posts before it looks for the first time."""
+    """The decode leg starts when the prefill leg is over; D's engine thread posts before it looks the first time."""
     arrived = s.prefill()[1] + s.client_out + s.client_in
     post, wire, after = s.blocks("READ")
     start = arrived + s.schedule
@@ -187,11 +193,10 @@ def test_ttft_of_a_lone_request_is_the_closed_form(
 
 @pytest.mark.parametrize("way", [way for way, _ in FORMS], ids=["-".join(way.values()) for way, _ in FORMS])
 def test_decoding_of_a_lone_request_is_the_sum_of_its_steps(way: dict[str, str]) -> None:
-    """Each further token is one step of the device, whose context has grown by one; the last chunk goes out without the prompt's echo."""
+    """Each further token is one step of the device, whose context has grown by one; the last chunk goes out without
+    the prompt's echo."""
     n, out = 2000, 300
-    sums = Sums(
-        n, profiles.model("qwen3-8b"), profiles.hardware("h200"), profiles.fabric("nvlink-ucx"), 1
-    )
+    sums = Sums(n, profiles.model("qwen3-8b"), profiles.hardware("h200"), profiles.fabric("nvlink-ucx"), 1)
     log = simulate(scenario(**way, input_len=n, output_len=out)).log
     slope = ticks(sums.cost.decode_line(1)[1])
     steps = sum(sums.decode + slope * k for k in range(1, out))

@@ -59,7 +59,8 @@ def test_packed_holds_nothing_on_d_and_nothing_on_p_past_the_gather(overlap: str
     gather = gather_s(profiles.hardware("h200"), size, busy=True)
     bound = BLOCKS * (gather + SERVING.transfer_poll_s + 2 * PERIOD_S)
     values = {
-        fabric: held("pushkv", path="packed", overlap=overlap, fabric=fabric) for fabric in ("nvlink-ucx", "efa-p5en", "tcp")
+        fabric: held("pushkv", path="packed", overlap=overlap, fabric=fabric)
+        for fabric in ("nvlink-ucx", "efa-p5en", "tcp")
     }
     for on_p, on_d in values.values():
         assert on_d == 0
@@ -105,7 +106,7 @@ def answer_s() -> float:
     ("kind", "target"), [("pause", "D0"), ("partition", "P0-D0"), ("decode-kill", "D0")], ids=["pause", "cut", "kill"]
 )
 def test_pulls_lease_keeps_the_blocks_past_every_deadline_until_there_is_evidence(kind: str, target: str) -> None:
-    """Verdicts fall on time (``wait_s`` is 8 here), blocks come back when D says that it has read, or is proven gone."""
+    """Verdicts fall in time (``wait_s`` is 8 here); blocks come back when D says it has read, or is proven gone."""
     at_s = answer_s() - SERVING.client_out_s  # P has answered, D has not read
     made = stuck(Fault(kind, target, at_s, 30.0))  # type: ignore[arg-type]
     start(made, 25.0)
@@ -127,7 +128,8 @@ def test_pulls_blocks_are_never_given_back_without_evidence() -> None:
 
 
 def test_pushs_d_keeps_its_blocks_while_p_may_still_write() -> None:
-    """P is cut off while it computes: D's client has its error in time, D's blocks are in quarantine until P is heard again."""
+    """P is cut off while it computes: D's client has its error in time, D's blocks are in quarantine until P is heard
+    again."""
     plan = scenario(mode="push", input_len=N, output_len=5, faults=[Fault("partition", "P0-D0", 0.05, 20.0)])
     made = world(plan, [(0.0, N, 5)], settings=hasty(plan))
     made.go()
@@ -159,8 +161,8 @@ def fabric_with_posting(folder: Path, times: float) -> str:
 
 @pytest.mark.parametrize("mode", ["pull", "push", "pushkv"])
 def test_only_pull_posts_on_the_thread_of_d(mode: str, tmp_path: Path) -> None:
-    """Somebody decodes on D while prompts come in. With pull each of his tokens waits for D's posting, the more descriptors the longer; with
-    push and pushkv P's threads post, and he does not notice.
+    """Somebody decodes on D while prompts come in. With pull each of his tokens waits for D's posting, the more
+    descriptors the longer; with push and pushkv P's threads post, and he does not notice.
     """
     rows: list[Row] = [(0.0, 16, 1200)] + [(0.2 + 0.5 * i, N, 1) for i in range(8)]
     flags = {"path": "direct"} if mode == "pushkv" else {}

@@ -33,8 +33,9 @@ def md1_s(rho: float, service_s: float) -> float:
 
 @pytest.mark.parametrize(("mode", "rho"), [("push", 0.7), ("pull", 0.4)])
 def test_the_mean_wait_for_prefill_is_that_of_md1(mode: str, rho: float) -> None:
-    """The server is the device. It idles between two prompts for at most one look of the loop, so the service time lies between two values, and
-    the mean wait on this stream between Lindley's for them; and that is Pollaczek-Khinchine's within three sigma of such streams.
+    """The server is the device. It idles between two prompts for at most one look of the loop, so the service time
+    lies between two values, and the mean wait on this stream between Lindley's for them; and that is
+    Pollaczek-Khinchine's within three sigma of such streams.
     """
     hardware = profiles.hardware("h200")
     cost, serving = EngineCost(profiles.model("qwen3-8b"), hardware), hardware.serving

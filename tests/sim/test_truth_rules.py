@@ -1,4 +1,5 @@
-"""The simulator has no rule of its own: break one in ``model/protocol``, and ``simulate`` breaks with it. And it counts the machines' steps."""
+"""The simulator has no rule of its own: break one in ``model/protocol``, and ``simulate`` breaks with it. And it
+counts the machines' steps."""
 
 from __future__ import annotations
 
@@ -9,8 +10,11 @@ import pytest
 
 from pushkv.model.protocol import Endpoint, Ledger, LocalProtocolError, Peer, Receiver, Sender, states
 from pushkv.model.protocol.states import Incoming, Linking, Receiving, Sending
+from pushkv.sim.request import Flight
 from pushkv.sim.scenario import Scenario
+from pushkv.sim.ticks import ticks
 from pushkv.sim.transfers import Transfers
+from pushkv.sim.world import World
 
 from .worlds import WAYS, Row, completed, hasty, leaks, rest, scenario, simulate, way_name, world
 
@@ -19,7 +23,8 @@ Patch = pytest.MonkeyPatch
 
 
 def outcome(plan: Scenario, rows: list[Row]) -> str | int:
-    """How many requests were completed; or the exception that ended the run, or "leaks" when they were but something was left behind."""
+    """How many requests were completed; or the exception that ended the run, or "leaks" when they were but something
+    was left behind."""
     made = world(plan, rows, settings=hasty(plan))
     try:
         made.go()
@@ -86,8 +91,8 @@ def nobody_greets(patch: Patch) -> None:
 
 
 ALL: list[Callable[[Patch], None]] = [
-    never_claim, no_finish, no_landed, no_meeting, no_ready, no_connection, deaf_sender, deaf_receiver, miscounting_receiver,
-    nobody_greets,
+    never_claim, no_finish, no_landed, no_meeting, no_ready, no_connection, deaf_sender, deaf_receiver,
+    miscounting_receiver, nobody_greets,
 ]  # fmt: skip
 
 
@@ -99,7 +104,8 @@ def test_a_broken_rule_breaks_every_mode(
     plan = scenario(**way)
     assert outcome(plan, ROWS) == len(ROWS)
     broken(monkeypatch)
-    deaf_p = broken in (deaf_receiver, miscounting_receiver) and plan.mode == "pull"  # D reads all, and P never learns of it
+    # Pull: D reads all, and P never learns of it.
+    deaf_p = broken in (deaf_receiver, miscounting_receiver) and plan.mode == "pull"
     assert outcome(plan, ROWS) in (("leaks",) if deaf_p else (0, LocalProtocolError.__name__))
 
 
@@ -117,32 +123,34 @@ def test_a_sender_that_offers_nothing_stops_what_is_granted_late(monkeypatch: Pa
         assert outcome(scenario(**way), ROWS) == (0 if late else len(ROWS))
 
 
-OPPOSITE: list[tuple[dict[str, Any], list[Row]]] = [
-    (
-        {"mode": "push", "num_blocks": 40, "prefill": 2, "token_budget": 256},
-        [(0.0, 300, 5), (0.002, 100, 5), (0.002, 100, 5), (0.005, 200, 5), (0.006, 100, 5), (0.013, 200, 5),
-         (0.016, 100, 5), (0.03, 100, 5)],
-    ),
-    (
-        {"mode": "pushkv", "path": "direct", "num_blocks": 20, "prefill": 2, "token_budget": 512},
-        [(0.0, 200, 5), (0.001, 300, 5), (0.006, 100, 5), (0.017, 200, 5), (0.017, 300, 5), (0.036, 300, 5),
-         (0.041, 100, 5), (0.043, 300, 5)],
-    ),
-]  # fmt: skip
+def opposite(patch: Patch) -> list[Row]:
+    """Four prompts of which each cache holds two: the first two reach P first and D last, as two clients with two
+    routers may send them."""
+    real = World._reach_d
+
+    def late(self: World, flight: Flight) -> None:
+        wait = ticks(0.02) if flight.index < 2 else 0
+        self.later(self.env.ticks + wait, lambda held: real(self, held), flight)
+
+    patch.setattr(World, "_reach_d", late)
+    return [(0.001 * i, 320, 8) for i in range(4)]
 
 
-@pytest.mark.parametrize(("flags", "rows"), OPPOSITE, ids=["push", "direct"])
-def test_two_engines_that_wait_for_each_other_need_rule_8(
-    flags: dict[str, Any], rows: list[Row], monkeypatch: Patch
-) -> None:
-    """Small caches, filled in opposite order on the two sides. Someone gives way, and all is loaded; without the rule, deadlines fail some."""
-    plan = scenario(**flags)
+@pytest.mark.parametrize("way", WAYS[1:], ids=way_name)
+def test_two_caches_filled_in_opposite_order(way: dict[str, str], monkeypatch: Patch) -> None:
+    """vLLM's push stalls until its lease ends. Here somebody gives way (rule 8), and all is loaded within a second;
+    without the rule push fails too. Memory that is given late, or is no KV block, does not come into it.
+    """
+    plan = scenario(**way, num_blocks=41)
+    rows = opposite(monkeypatch)
     made = world(plan, rows, settings=hasty(plan))
     made.go()
-    assert sum(host.ledger.counters.get("gave_way", 0) for host in made.hosts.values()) > 0
-    assert outcome(plan, rows) == len(rows)
+    gave_way = sum(host.ledger.counters.get("gave_way", 0) for host in made.hosts.values())
+    assert completed(made) == len(rows)
+    assert made.totals().duration_s < 1.0
+    assert (gave_way > 0) == (plan.mode == "push")
     monkeypatch.setattr(Ledger, "_yield", nothing)
-    assert outcome(plan, rows) in range(len(rows))
+    assert (outcome(plan, rows) == len(rows)) == (plan.mode != "push")
 
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
@@ -182,5 +190,6 @@ def test_machine_steps_grow_with_the_requests(way: dict[str, str]) -> None:
     for requests in (20, 40, 60):
         plan = scenario(**way, arrival="uniform", qps=2, requests=requests, output_len=4)
         counts.append(simulate(plan).totals.machine_steps)
-    assert counts[1] - counts[0] == counts[2] - counts[1]
-    assert (counts[1] - counts[0]) / 20 >= 6, "registration, prefill, memory, arrival, verdicts on both sides"
+    assert counts[2] - counts[1] == pytest.approx(counts[1] - counts[0], rel=0.03)  # a beat now and then
+    assert counts[0] == pytest.approx(counts[1] - counts[0], rel=0.1)
+    assert counts[0] / 20 >= 10, "registration, prefill, memory, arrival, verdicts on both sides"

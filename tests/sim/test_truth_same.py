@@ -1,4 +1,5 @@
-"""The same scenario gives the same result to the last bit: in another process, without the fast paths, through the real encoding."""
+"""The same scenario gives the same result to the last bit: in another process, without the fast paths, through the
+real encoding."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ LINES = [
 
 def printed(line: str, folder: Path, hash_seed: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "pushkv.sim.cli", "simulate", "--requests", "60", "--qps", "30", *line.split(), "--json", "-"],
+        [sys.executable, "-m", "pushkv.sim.cli", "simulate", *f"--requests 60 --qps 30 --json - {line}".split()],
         capture_output=True, text=True, cwd=folder, env={**os.environ, "PYTHONHASHSEED": hash_seed}, check=True,
     )  # fmt: skip
     document: dict[str, Any] = json.loads(done.stdout)

@@ -29,18 +29,17 @@ LONG_S = 3000.0
 """Past every deadline of the protocol, lease and write one after the other included."""
 
 
-
-
 def hasty(plan: Scenario) -> Settings:
     """Deadlines so short that a run of a few simulated seconds meets all of them."""
     transfers = World(plan, arrivals([(0.0, 1, 1)]), RequestLog(), None, None, True, None, False).transfers
     return Settings(
-        beat_s=0.2, suspect_after_s=1.0, wait_s=8, lease_s=8, orphan_s=3, write_s=3, drain_s=0.2, greet_s=0.1, pause_s=0.4,
-        landing_segments=transfers.landing_segments, staging_bytes=int(plan.staging_gib * (1 << 30)), staging_share=1.0,
+        beat_s=0.2, suspect_after_s=1.0, wait_s=8, lease_s=8, orphan_s=3, write_s=3, drain_s=0.2, greet_s=0.1,
+        pause_s=0.4, landing_segments=transfers.landing_segments, staging_bytes=int(plan.staging_gib * (1 << 30)),
+        staging_share=1.0,
     )  # fmt: skip
 
 
-WAYS: tuple[dict[str, str], ...] = (
+WAYS: tuple[dict[str, Any], ...] = (
     {"mode": "pull"},
     {"mode": "push"},
     {"mode": "pushkv", "path": "packed", "overlap": "chunk"},
@@ -60,7 +59,7 @@ def scenario(*, faults: Sequence[Fault] = (), **flags: Any) -> Scenario:
 
 
 def arrivals(rows: Sequence[Row]) -> Workload:
-    at, n, out = zip(*rows, strict=True)
+    at, n, out = zip(*rows, strict=True) if rows else ((), (), ())
     return Workload(np.array(at, np.float64), np.array(n, np.int32), np.array(out, np.int32))
 
 
@@ -153,7 +152,8 @@ def completed(made: World) -> int:
 
 
 def small(draw: st.DrawFn) -> tuple[dict[str, Any], list[Row]]:
-    """A random small cluster and its requests: memory and places are short, so that preemption, give-way and queues happen."""
+    """A random small cluster and its requests: memory and places are short, so that preemption, give-way and queues
+    happen."""
     way = draw(st.sampled_from(WAYS))
     block = draw(st.sampled_from([16, 32]))
     count = draw(st.integers(1, 24))
