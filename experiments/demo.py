@@ -13,13 +13,16 @@ from pathlib import Path
 import numpy as np
 from p5en import point
 
-from pushkv.sim import report, validate
+from pushkv.sim import report
 from pushkv.sim.blocks import BlockPool
 from pushkv.sim.errors import BadInput
+from pushkv.sim.h200_pair import replay
+from pushkv.sim.measured import find_data, read_servers
 from pushkv.sim.metrics import RequestLog
 from pushkv.sim.progress import progress_bar
 from pushkv.sim.scenario import MODES
 from pushkv.sim.timeline import draw, story
+from pushkv.sim.validate import serving_checks
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "out"
@@ -41,14 +44,14 @@ ASSUMPTIONS = (
 
 def measured() -> str:
     """The H200 pair: every measured point, and pushkv with the same arrivals."""
-    servers = validate.read_servers(validate.find_data(None))
+    servers = read_servers(find_data(None))
     rows: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     noises: dict[tuple[str, str, str], str] = {}
     with progress_bar("measured pair", wanted=True) as progress:
         for server in servers:
-            for at, found in zip(server.points, validate.replay(server, progress=progress), strict=True):
+            for at, found in zip(server.points, replay(server, progress=progress), strict=True):
                 key = (server.model, server.configuration, at.name)
-                checks = validate.serving_checks(server, at, found)
+                checks = serving_checks(server, at, found)
                 cells = []
                 for check in checks[:3]:
                     cells += [_short(check.measured), _short(check.predicted), f"{check.error:+.0%}"]
@@ -57,7 +60,7 @@ def measured() -> str:
                 noises[key] = f"  {sample}, noise {checks[0].noise:.0%}"
             if server.mode == "push":
                 ours = dataclasses.replace(server, mode="pushkv")
-                for at, found in zip(server.points, validate.replay(ours, server.calibration), strict=True):
+                for at, found in zip(server.points, replay(ours, server.calibration), strict=True):
                     values = (found.ttft_ms.mean(), np.percentile(found.ttft_ms, 90), np.nanmean(found.tpot_ms))
                     cells = [cell for value in values for cell in ("-", _short(float(value)), "")]
                     rows.setdefault((server.model, server.configuration, at.name), {})["pushkv"] = cells
@@ -89,7 +92,7 @@ def _short(value: float) -> str:
 def p5en(cached: float) -> str:
     """The P5en point: mean TTFT and TPOT at each rate, and how far the runs at the highest rate lie apart."""
     todo = [(mode, cached, rate, seed) for rate in point.RATES for mode in MODES for seed in range(SEEDS)]
-    needed = [history_key(mode, seed) for mode in point.MODES for seed in range(point.HISTORIES)]
+    needed = [point.history_of(mode, seed) for mode in point.MODES for seed in range(point.HISTORIES)]
     scores: dict[tuple[str, int], list[point.Score]] = {}
     with progress_bar("P5en", wanted=True) as progress:
         found = zip(todo, point.parallel(one, todo, needed), strict=True)
@@ -112,11 +115,6 @@ def p5en(cached: float) -> str:
     return "\n".join([f"{'':20}{'TTFT mean, ms':^24}{'':4}{'TPOT mean, ms':^26}".rstrip(), *lines])
 
 
-def history_key(mode: str, seed: int) -> point.History:
-    """What D of ``mode`` served before; region.py uses the same."""
-    return (mode, point.cached_for(point.HISTORY_MS), seed % point.HISTORIES, point.SWEEPS)
-
-
 def one(case: tuple[str, float, int, int]) -> point.Score:
     """One run of the benchmark."""
     mode, cached, rate, seed = case
@@ -125,7 +123,7 @@ def one(case: tuple[str, float, int, int]) -> point.Score:
 
 def before(mode: str, seed: int) -> BlockPool | None:
     """D's pool when the run begins; packed transfers do not depend on it."""
-    return point.history(*history_key(mode, seed)) if mode in point.MODES else None
+    return point.history(*point.history_of(mode, seed)) if mode in point.MODES else None
 
 
 def picture(cached: float) -> list[Path]:

@@ -9,12 +9,11 @@ on them one look later. All of this is read from the sources of vLLM 0.26 and NI
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.sim.connector import Connector, Receiving, Sending
+from pushkv.sim.connector import Connector, Prefill, Receiving, Sending
 from pushkv.sim.request import Flight, Request
 
 if TYPE_CHECKING:
@@ -22,6 +21,28 @@ if TYPE_CHECKING:
     from pushkv.sim.world import World
 
 _KEPT_TILL_POLL = (msg.Written, msg.Failed, msg.Cancelled)
+
+
+class Notified(Connector):
+    """One that NIXL tells of its transfers, and that looks at what it was told only in ``poll``."""
+
+    def __init__(self, world: World, engine: Engine) -> None:
+        super().__init__(world, engine)
+        self._inbox: list[ev.Received] = []
+
+    def receive(self, event: ev.Received) -> None:
+        if isinstance(event.message, _KEPT_TILL_POLL):
+            self._inbox.append(event)
+            self.news += 1
+            self.engine.kick()
+        else:
+            self.host.feed(event)
+
+    def hear(self) -> None:
+        """Look at what has come since the last time."""
+        inbox, self._inbox = self._inbox, []
+        for event in inbox:
+            self.host.feed(event)
 
 
 class PushPrefill(Sending):
@@ -85,13 +106,12 @@ class PushPrefill(Sending):
         return super().poll(now)
 
 
-class PushDecode(Receiving):
+class PushDecode(Notified, Receiving):
     """D of vLLM's push: admits early. What it cannot admit is announced without memory, so that the give-way of rule
     8 can work."""
 
     def __init__(self, world: World, engine: Engine) -> None:
         super().__init__(world, engine)
-        self._inbox: list[ev.Received] = []
         self._seen: list[Request] = []
         self._announced: set[str] = set()
         self._wanted: set[str] = set()
@@ -99,12 +119,11 @@ class PushDecode(Receiving):
 
     def allocate(self, request: Request, now: int) -> bool:
         flight = request.flight
-        engine = self.engine
         if not self.take_blocks(request, now):
-            stuck = not engine.active and not engine.running and bool(self.remote)
+            stuck = not self.engine.running and bool(self.remote)
             if stuck and flight.id not in self._announced:
                 self._announced.add(flight.id)
-                self._arrive(request, None)
+                self.register(flight, self.world.prefill_name(flight))
             elif stuck and flight.id in self._wanted and flight.id not in self._told:
                 self._told.add(flight.id)
                 self.host.book(ev.Starved(flight.id))
@@ -115,41 +134,21 @@ class PushDecode(Receiving):
             self._told.clear()
             self.host.book(ev.Allocated(flight.id, flight.id))
         else:
-            self._arrive(request, flight.id)
+            self.register(flight, self.world.prefill_name(flight), memory=flight.id)
         return True
-
-    def _arrive(self, request: Request, memory: str | None) -> None:
-        flight = request.flight
-        links = (((self.world.prefill_name(flight), 0),),)
-        peer = self.world.prefill_name(flight)
-        self.world.registered(flight, self.engine.name)
-        self.host.book(ev.Arrived(flight.id, peer, links, flight.input_len, False, memory=memory))
 
     def admitted(self, action: ev.Admit) -> None:
         self._wanted.add(action.transfer_id)
         self.engine.kick()
 
     def take_back(self, action: ev.TakeBack) -> None:
-        self.engine.kick()
-        request = self.remote.pop(action.transfer_id)
-        self.engine.pool.give_back(request.blocks)
-        request.blocks = type(request.blocks)("i")
+        request = self.taken_back(action.transfer_id)
         self._announced.add(action.transfer_id)
         self.queue.append(request)
 
-    def receive(self, event: ev.Received) -> None:
-        if isinstance(event.message, _KEPT_TILL_POLL):
-            self._inbox.append(event)
-            self.news += 1
-            self.engine.kick()
-        else:
-            self.host.feed(event)
-
     def poll(self, now: int) -> list[Request]:
         report, self._seen = self._seen, []
-        inbox, self._inbox = self._inbox, []
-        for event in inbox:
-            self.host.feed(event)
+        self.hear()
         self.news = len(self._seen)
         return report
 
@@ -164,28 +163,19 @@ class PushDecode(Receiving):
             ids.discard(flight.id)
 
 
-class PullPrefill(Connector):
+class PullPrefill(Notified, Prefill):
     """P of vLLM's pull: exposes a finished prompt's blocks through the router and holds them until D says that it has
     read them."""
 
     def __init__(self, world: World, engine: Engine) -> None:
         super().__init__(world, engine)
-        self.held: dict[str, Request] = {}
-        self._inbox: list[ev.Received] = []
         self._read: list[Request] = []
-        self.watched = self.held
-
-    def started(self, request: Request, now: int) -> None:
-        if request.flight.prefill_start < 0:
-            request.flight.prefill_start = now
 
     def prefilled(self, request: Request, now: int) -> None:
         flight = request.flight
         flight.held_p = now
         self.held[flight.id] = request
-        peer = self.world.decode_name(flight)
-        self.world.registered(flight, self.engine.name)
-        self.host.book(ev.Arrived(flight.id, peer, (((peer, 0),),), flight.input_len, False, memory=flight.id))
+        self.register(flight, self.world.decode_name(flight), memory=flight.id)
         self.world.prefilled(flight, now)
 
     def carries(self, message: msg.Message) -> bool:
@@ -197,18 +187,8 @@ class PullPrefill(Connector):
                 return True
         return False
 
-    def receive(self, event: ev.Received) -> None:
-        if isinstance(event.message, _KEPT_TILL_POLL):
-            self._inbox.append(event)
-            self.news += 1
-            self.engine.kick()
-        else:
-            self.host.feed(event)
-
     def poll(self, now: int) -> list[Request]:
-        inbox, self._inbox = self._inbox, []
-        for event in inbox:
-            self.host.feed(event)
+        self.hear()
         report, self._read = self._read, []
         self.news = 0
         return report
@@ -231,17 +211,6 @@ class PullPrefill(Connector):
         self._read.append(self.held[action.transfer_id])
         self.news += 1
         self.engine.kick()
-
-    def apply(self, report: Sequence[Request], now: int) -> bool:
-        for request in report:
-            flight = request.flight
-            del self.held[flight.id]
-            self.engine.open -= 1
-            self.engine.pool.give_back(request.blocks)
-            self.world.held_p += len(request.blocks) * (now - flight.held_p)
-            self.world.memory_span(flight, self.engine.name, flight.held_p, now)
-            self.world.done_at_p(flight)
-        return True
 
 
 class PullDecode(Receiving):

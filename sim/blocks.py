@@ -68,8 +68,8 @@ class BlockPool:
 
 
 def runs(source: array[int], destination: array[int], blocks: int) -> int:
-    """How many runs of blocks ascend together on both sides, over the last ``blocks`` blocks of each: descriptors per
-    region."""
+    """How many runs of blocks ascend together on both sides, from the last ``blocks`` blocks of ``source`` to the first
+    of ``destination``: descriptors per region."""
     if blocks <= 0:
         return 0
     a = np.frombuffer(source, dtype=np.int32)[-blocks:]

@@ -1,7 +1,8 @@
 """The command ``pushkv``.
 
 Decides flags, where output goes and exit codes: 0 done, 1 a check failed, 2 bad input (one line on stderr), 130
-interrupted. The flags of a scenario are made from the table in `pushkv.sim.scenario`; what a command does is elsewhere.
+interrupted, 141 nobody reads stdout any more. The flags of a scenario are made from the table in
+`pushkv.sim.scenario`; what a command does is elsewhere.
 """
 
 from __future__ import annotations

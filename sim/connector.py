@@ -7,12 +7,13 @@ The base does nothing at every hook; each mode's two halves stand in ``baselines
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from pushkv.model.protocol import events as ev
-from pushkv.model.protocol.messages import Message
+from pushkv.model.protocol import messages as msg
 from pushkv.sim.request import Flight, Request
 
 if TYPE_CHECKING:
@@ -38,6 +39,13 @@ class Connector:
         self.world, self.engine, self.env = world, engine, world.env
         self.host: Host
         engine.connector = self
+
+    def register(
+        self, flight: Flight, peer: str, *, packed: bool = False, segments: int = 0, memory: str | None = None
+    ) -> None:
+        """Have the transfer of ``flight`` registered with the engine ``peer``."""
+        self.world.registered(flight, self.engine.name)
+        self.host.book(ev.Arrived(flight.id, peer, (((peer, 0),),), flight.input_len, packed, segments, memory=memory))
 
     # ------------------------------------------------------------ hooks of the engine
 
@@ -94,7 +102,7 @@ class Connector:
 
     # ------------------------------------------------------------ actions of the protocol
 
-    def carries(self, message: Message) -> bool:
+    def carries(self, message: msg.Message) -> bool:
         """Whether this connector sends ``message`` itself (pull: through the router)."""
         return False
 
@@ -143,26 +151,51 @@ class Connector:
         raise NotImplementedError
 
 
-class Sending(Connector):
-    """The prefill side of push: holds each prompt's blocks until nothing reads them, and frees them at a poll."""
+class Prefill(Connector):
+    """The prefill side of every mode: holds finished prompts' blocks until a poll reports that nothing reads them."""
 
     def __init__(self, world: World, engine: Engine) -> None:
         super().__init__(world, engine)
         self.held: dict[str, Request] = {}
-        self.freeable: list[Request] = []
-        self._at_work: dict[str, Request] = {}
-        self._stuck: tuple[str, int] = ("", 0)
         self.watched = self.held
-
-    def _hold(self, request: Request, bytes_per_token: int, *, chunked: bool) -> None:
-        flight = request.flight
-        self._at_work[flight.id] = request
-        self.host.book(ev.Hold(flight.id, flight.input_len, bytes_per_token, chunked))
 
     def started(self, request: Request, now: int) -> None:
         flight = request.flight
         if flight.prefill_start < 0:
             flight.prefill_start = now
+
+    def apply(self, report: Sequence[Request], now: int) -> bool:
+        for request in report:
+            del self.held[request.flight.id]
+            self._free(request, now)
+        return True
+
+    def _free(self, request: Request, now: int) -> None:
+        self._free_blocks(request, now)
+        self.world.done_at_p(request.flight)
+
+    def _free_blocks(self, request: Request, now: int) -> None:
+        flight = request.flight
+        request.freed = True
+        self.engine.open -= 1
+        self.engine.pool.give_back(request.blocks)
+        self.world.held_p += len(request.blocks) * (now - flight.held_p)
+        self.world.memory_span(flight, self.engine.name, flight.held_p, now)
+
+
+class Sending(Prefill):
+    """The prefill side of push: hears from its own rank when nothing reads a prompt's blocks any more."""
+
+    def __init__(self, world: World, engine: Engine) -> None:
+        super().__init__(world, engine)
+        self.freeable: list[Request] = []
+        self._at_work: dict[str, Request] = {}
+        self._stuck: tuple[str, int] = ("", 0)
+
+    def _hold(self, request: Request, bytes_per_token: int, *, chunked: bool) -> None:
+        flight = request.flight
+        self._at_work[flight.id] = request
+        self.host.book(ev.Hold(flight.id, flight.input_len, bytes_per_token, chunked))
 
     def starved(self, request: Request, now: int) -> None:
         """The cache is full of finished prompts that wait for memory over there: who has some and has not begun gives
@@ -199,24 +232,6 @@ class Sending(Connector):
         self.news = 0
         report, self.freeable = self.freeable, []
         return report
-
-    def apply(self, report: Sequence[Request], now: int) -> bool:
-        for request in report:
-            del self.held[request.flight.id]
-            self._free(request, now)
-        return True
-
-    def _free(self, request: Request, now: int) -> None:
-        self._free_blocks(request, now)
-        self.world.done_at_p(request.flight)
-
-    def _free_blocks(self, request: Request, now: int) -> None:
-        flight = request.flight
-        request.freed = True
-        self.engine.open -= 1
-        self.engine.pool.give_back(request.blocks)
-        self.world.held_p += len(request.blocks) * (now - flight.held_p)
-        self.world.memory_span(flight, self.engine.name, flight.held_p, now)
 
 
 class Receiving(Connector):
@@ -265,6 +280,14 @@ class Receiving(Connector):
             self.engine.kick()  # first: steps that were jumped over have taken their blocks
             self.engine.open -= 1
             self.engine.pool.give_back(request.blocks)
+
+    def taken_back(self, transfer_id: str) -> Request:
+        """The request of a transfer that gave way, without the blocks that it had."""
+        self.engine.kick()
+        request = self.remote.pop(transfer_id)
+        self.engine.pool.give_back(request.blocks)
+        request.blocks = array("i")
+        return request
 
     def blocked(self) -> bool:
         return bool(self.queue or self.loaded)

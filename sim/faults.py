@@ -17,12 +17,12 @@ from pushkv.sim.fault_file import Fault
 from pushkv.sim.request import Flight
 from pushkv.sim.ticks import ticks
 
-PATIENCE_S = 1200.0
-"""Longer than any verdict of the protocol takes: what has done nothing for so long will do nothing any more."""
-
 if TYPE_CHECKING:
     from pushkv.sim.host import Host
     from pushkv.sim.world import World
+
+PATIENCE_S = 1200.0
+"""Longer than any verdict of the protocol takes: what has done nothing for so long will do nothing any more."""
 
 
 class Faults:
@@ -66,7 +66,7 @@ class Faults:
         world.hosts[name].kill()
         world.engines[name].kill()
         prefill = name in world.prefills
-        (world.mark_prefill if prefill else world.mark_decode)(int(name[1:]), True)
+        world.mark(name, dead=True)
         for flight in list(world.flights.values()):
             if prefill and world.prefill_name(flight) == name:
                 unanswered = flight.leg_end < 0
@@ -99,7 +99,7 @@ class Faults:
         self._incarnation += 1
         world.pair(engine, connector, self._incarnation)
         prefill = name in world.prefills
-        (world.mark_prefill if prefill else world.mark_decode)(int(name[1:]), False)
+        world.mark(name, dead=False)
         for other in world.decodes if prefill else world.prefills:
             if not world.hosts[other].dead:
                 world.hosts[name].feed(ev.Greet((other, 0)))

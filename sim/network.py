@@ -27,13 +27,11 @@ class Network:
         self.hosts: dict[str, Host] = {}
         self.cut: set[frozenset[str]] = set()
         self.messages = 0
-        self.dropped = 0
 
     def send(self, source: str, destination: str, message: Message) -> None:
         """Deliver ``message`` after the delay, unless the pair is cut when it is sent."""
         self.messages += 1
         if self.cut and frozenset((source, destination)) in self.cut:
-            self.dropped += 1
             return
         if self._encoded:
             message = decode(encode(message))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pushkv.model.protocol import events as ev
 from pushkv.sim.connector import Receiving, Sending
 from pushkv.sim.request import Flight, Request
+from pushkv.sim.trace import MEMORY, TRANSFER
 
 if TYPE_CHECKING:
     from pushkv.sim.engine import Engine
@@ -58,7 +59,8 @@ class PushkvPrefill(Sending):
         vLLM frees them at once. Else they are held.
         """
         flight = request.flight
-        if flight.id in self._at_work and self._enqueued.pop(flight.id, 0) == flight.input_len:
+        enqueued = self._enqueued.pop(flight.id, 0)
+        if flight.id in self._at_work and enqueued == flight.input_len:
             flight.held_p = now
             self.world.prefilled(flight, now)
             self._free_blocks(request, now)
@@ -73,7 +75,7 @@ class PushkvPrefill(Sending):
         if action.transfer_id not in self.held:
             self._enqueued[action.transfer_id] = action.stop
         engine.gpu_free = start + world.transfers.gather(action.stop - action.start)
-        world.span(world.flights[action.transfer_id], engine.name, "transfer", "gather", start, engine.gpu_free)
+        world.span(world.flights[action.transfer_id], engine.name, TRANSFER, "gather", start, engine.gpu_free)
         world.later(engine.gpu_free + self._poll, self._gathered, action.handle)
 
     def _gathered(self, handle: int) -> None:
@@ -132,10 +134,8 @@ class PushkvDecode(Receiving):
         world = self.world
         self.expecting[flight.id] = request
         self.engine.open += 1
-        peer = world.prefill_name(flight)
         segments = world.transfers.segments(flight.input_len) if flight.packed else 0
-        world.registered(flight, self.engine.name)
-        self.host.book(ev.Arrived(flight.id, peer, (((peer, 0),),), flight.input_len, flight.packed, segments))
+        self.register(flight, world.prefill_name(flight), packed=flight.packed, segments=segments)
 
     def ready_to_load(self, action: ev.Ready) -> None:
         """Packed: the scheduler may admit it at its next pass. Direct: the cache is in its blocks; the worker reports
@@ -155,11 +155,7 @@ class PushkvDecode(Receiving):
         self.engine.kick()
 
     def take_back(self, action: ev.TakeBack) -> None:
-        self.engine.kick()
-        request = self.remote.pop(action.transfer_id)
-        self.engine.pool.give_back(request.blocks)
-        request.blocks = type(request.blocks)("i")
-        self.expecting[action.transfer_id] = request
+        self.expecting[action.transfer_id] = self.taken_back(action.transfer_id)
 
     def admit(self, now: int) -> None:
         engine = self.engine
@@ -189,7 +185,7 @@ class PushkvDecode(Receiving):
             if request.flight.packed and request.first_step == self.engine.steps:
                 start = max(self.engine.gpu_free, self.env.ticks) + total
                 cost = self.world.transfers.scatter(request.input_len)
-                self.world.span(request.flight, self.engine.name, "transfer", "scatter", start, start + cost)
+                self.world.span(request.flight, self.engine.name, TRANSFER, "scatter", start, start + cost)
                 total += cost
         return total
 
@@ -197,7 +193,7 @@ class PushkvDecode(Receiving):
         flight = request.flight
         if flight.packed and flight.first_token < 0:
             self.host.book(ev.Loaded(flight.id))
-            self.world.span(flight, self.engine.name, "memory", "landing memory", flight.landing, now)
+            self.world.span(flight, self.engine.name, MEMORY, "landing memory", flight.landing, now)
         super().first_token(request, now)
 
     def poll(self, now: int) -> list[Request]:

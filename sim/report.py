@@ -11,17 +11,18 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pushkv.model.timing import Residual
-from pushkv.sim.metrics import RequestLog, Totals, summary
-from pushkv.sim.scenario import Scenario
+from pushkv.sim.metrics import summary
+
+if TYPE_CHECKING:
+    from pushkv.sim.world import Result
 
 __all__ = [
     "SCHEMA",
     "WIDTH",
     "Check",
-    "Run",
     "Validation",
     "calibrate",
     "compare",
@@ -39,20 +40,7 @@ WIDTH = 80
 Document = Mapping[str, Any]
 
 
-class Run(Protocol):
-    """What a finished run has to offer; `pushkv.sim.world.Result` does."""
-
-    @property
-    def scenario(self) -> Scenario: ...
-    @property
-    def log(self) -> RequestLog: ...
-    @property
-    def totals(self) -> Totals: ...
-    @property
-    def wall_s(self) -> float: ...
-
-
-def document(run: Run) -> dict[str, Any]:
+def document(run: Result) -> dict[str, Any]:
     """The JSON document of ``pushkv simulate``. Only ``wall_s`` differs between two runs of one seed."""
     return {
         "schema": SCHEMA,

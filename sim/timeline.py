@@ -12,15 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from pushkv.sim.errors import BadInput
-from pushkv.sim.trace import ENGINE, MEMORY, QUEUE, STEPS, TRANSFER, WIRE, Span, TraceWriter
+from pushkv.sim.trace import (
+    ENGINE,
+    FIRST_TOKEN,
+    MEMORY,
+    PREFILL,
+    QUEUE,
+    STEPS,
+    TRANSFER,
+    WIRE,
+    Span,
+    TraceWriter,
+)  # fmt: skip
 
-__all__ = ["FIRST_TOKEN", "PREFILL", "Story", "draw", "finding", "story"]
-
-FIRST_TOKEN = "first token"
-"""Name of the instant that the world records, with ``args={"request": id}``, when a request's first token is out."""
-
-PREFILL = "prefill"
-"""Name of the spans on a P engine that compute a request's prompt."""
+__all__ = ["Story", "draw", "finding", "story"]
 
 _ALWAYS = ("P engine", "P transfer", "wire", "D engine", "D memory held")
 _LANES = (

@@ -3,8 +3,9 @@
 Decides the file format and the names of the tracks. It does not decide what is worth recording: the world calls `span`,
 `instant` and `flow`, and passes no writer where nobody asked for a trace.
 
-A track is "process/thread", as in "P0/engine"; the constants below name the threads. A span that belongs to one request
-says so in its arguments: ``args={"request": id}``; the timeline picture is drawn from exactly these.
+A track is "process/thread", as in "P0/engine"; the constants below name the threads, and what the timeline picture
+looks for. A span that belongs to one request says so in its arguments: ``args={"request": id}``; the picture is drawn
+from exactly these.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import msgspec
 
 from pushkv.sim.errors import BadInput
 
-__all__ = ["ENGINE", "MEMORY", "QUEUE", "STEPS", "TRANSFER", "WIRE", "Flow", "Instant", "Span", "TraceWriter"]
+__all__ = [
+    "ENGINE", "FIRST_TOKEN", "MEMORY", "PREFILL", "QUEUE", "STEPS", "TRANSFER", "WIRE", "Flow", "Instant", "Span",
+    "TraceWriter",
+]  # fmt: skip
 
 ENGINE = "engine"  # what runs on the engine's thread, and what its steps do for a request
 STEPS = "steps"  # every step of the engine, on the device
@@ -25,6 +29,12 @@ QUEUE = "queue"  # requests that wait: on their way to the engine, for a place, 
 TRANSFER = "transfer"  # the connector's transfer thread: posting, gather and scatter
 MEMORY = "memory"  # KV blocks or landing segments that are held for a request
 WIRE = "wire"  # process of the links; one thread per link
+
+FIRST_TOKEN = "first token"
+"""Name of the instant, with ``args={"request": id}``, at which a request's first token is out."""
+
+PREFILL = "prefill"
+"""Name of the spans on a P engine that compute a request's prompt."""
 
 Phase = Literal["s", "t", "f"]
 

@@ -49,11 +49,10 @@ class Transfers:
         self.bytes_per_token = parts.shape.kv_bytes_per_token_rank(narrow)
         """Bytes that one device of the side with fewer ranks sends or receives per token."""
         self._posters = poster
-        self._each = max(p, d) // narrow if poster == narrow else 1
-        self._copies = narrow
         self._fan = max(p, d) // narrow
-        self._gather_share, self._scatter_share = narrow / p, narrow / d
-        self._landing_share = narrow / d
+        self._each = self._fan if poster == narrow else 1
+        self._copies = narrow
+        self._p_share, self._d_share = narrow / p, narrow / d
         self.landing_segments = max(1, int(scenario.landing_gib * (1 << 30) // SEGMENT_BYTES))
         self._posts: dict[int, int] = {}
         self._moves: dict[tuple[int, int, bool], tuple[float, int]] = {}
@@ -70,7 +69,7 @@ class Transfers:
 
     def segments(self, tokens: int) -> int:
         """Segments of landing memory per decode rank for ``tokens`` tokens."""
-        return -(-int(tokens * self.bytes_per_token * self._landing_share) // SEGMENT_BYTES)
+        return -(-int(tokens * self.bytes_per_token * self._d_share) // SEGMENT_BYTES)
 
     def parcels(self, tokens: int) -> int:
         """Descriptors that one prefill rank makes for ``tokens`` packed tokens: each pair of ranks has segments of its
@@ -95,10 +94,9 @@ class Transfers:
         wire_s = size / device_bytes_per_s(self._fabric, self.op)
         pieces = -(-tokens // self._block_size) * self._layers * self._each
         direct_s = max(wire_s, post_s(self._fabric, pieces, size, self.op, order="allocated"))
-        passes_s = gather_s(self._hardware, size * self._gather_share) + scatter_s(
-            self._hardware, size * self._scatter_share
-        )
-        return passes_s + wire_s <= direct_s
+        gathered_s = gather_s(self._hardware, size * self._p_share, busy=True)
+        scattered_s = scatter_s(self._hardware, size * self._d_share, busy=True)
+        return gathered_s + wire_s + scattered_s <= direct_s
 
     def pieces(self, flight: Flight) -> int:
         """Descriptors that one rank of the poster makes when every run of blocks is one; counted when both sides have
@@ -124,11 +122,11 @@ class Transfers:
 
     def gather(self, tokens: int) -> int:
         """Device time to pack ``tokens`` tokens on a prefill rank whose engine is at work."""
-        return self._pass("gather", gather_s, tokens, self._gather_share)
+        return self._pass("gather", gather_s, tokens, self._p_share)
 
     def scatter(self, tokens: int) -> int:
         """Device time to unpack ``tokens`` tokens on a decode rank whose engine is at work."""
-        return self._pass("scatter", scatter_s, tokens, self._scatter_share)
+        return self._pass("scatter", scatter_s, tokens, self._d_share)
 
     def _pass(self, name: str, cost_s: Callable[..., float], tokens: int, share: float) -> int:
         cost = self._passes.get((name, tokens))

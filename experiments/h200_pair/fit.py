@@ -18,9 +18,12 @@ from unittest import mock
 import numpy as np
 
 from pushkv.model.timing import profiles
-from pushkv.sim import catalog, validate
+from pushkv.sim import catalog
+from pushkv.sim.h200_pair import replay
+from pushkv.sim.measured import TABLE_CALIBRATION, Server, find_data, read_servers
 from pushkv.sim.report import Check
 from pushkv.sim.scenario import Scenario
+from pushkv.sim.validate import serving_checks
 
 DATA = Path(__file__).parent / "data"
 FITTED_AT = (1024, 4.0)
@@ -64,7 +67,7 @@ def constants(read_s: float, write_s: float, factor: float) -> Iterator[None]:
         yield
 
 
-def launch_factor(server: validate.Server, post_s: float) -> float:
+def launch_factor(server: Server, post_s: float) -> float:
     """The factor that gives the measured mean TTFT of the first point, by bisection."""
     (point,) = (p for p in server.points if (p.input_len, p.qps) == FITTED_AT)
     alone = replace(server, points=[point])
@@ -72,7 +75,7 @@ def launch_factor(server: validate.Server, post_s: float) -> float:
     while high - low > 0.002:
         middle = (low + high) / 2
         with constants(post_s, post_s, middle):
-            (found,) = validate.replay(alone, table_calibration(server))
+            (found,) = replay(alone, TABLE_CALIBRATION[server.configuration])
         if found.ttft_ms.mean() < np.nanmean(point.ttft_ms):
             low = middle
         else:
@@ -80,19 +83,16 @@ def launch_factor(server: validate.Server, post_s: float) -> float:
     return (low + high) / 2
 
 
-def table_calibration(server: validate.Server) -> str:
-    """The calibration of the server's own engine table."""
-    return "compiled" if server.configuration else "eager-prefill"
-
-
-def checks(servers: list[validate.Server], read_s: float, write_s: float, factors: dict[Run, float]) -> list[Check]:
+def checks(servers: list[Server], read_s: float, write_s: float, factors: dict[Run, float]) -> list[Check]:
     """All checks with a limit, with these constants; Qwen3-32B never has a factor."""
     found = []
     for server in servers:
         factor = factors.get((server.configuration, server.mode), 1.0) if server.model == "qwen3-8b" else 1.0
         with constants(read_s, write_s, factor):
-            for point, predicted in zip(server.points, validate.replay(server, table_calibration(server)), strict=True):
-                found += validate.serving_checks(server, point, predicted)
+            for point, predicted in zip(
+                server.points, replay(server, TABLE_CALIBRATION[server.configuration]), strict=True
+            ):
+                found += serving_checks(server, point, predicted)
     return [check for check in found if check.limit is not None]
 
 
@@ -100,7 +100,7 @@ def main() -> None:
     """Print the fit and its alternatives."""
     each = posting()
     print("us per descriptor: " + ", ".join(f"{op} {s * 1e6:.3f}" for op, s in each.items()))
-    servers = validate.read_servers(validate.find_data(None))
+    servers = read_servers(find_data(None))
     runs = {(s.configuration, s.mode): s for s in servers if s.model == "qwen3-8b"}
     factors = {run: launch_factor(server, each["both"]) for run, server in runs.items()}
     print("launch factors:    " + ", ".join(f"{c or 'eager'} {mode} {f:.3f}" for (c, mode), f in factors.items()))

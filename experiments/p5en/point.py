@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from pushkv.sim import scenario as scenarios
 from pushkv.sim.blocks import BlockPool
 from pushkv.sim.metrics import RequestLog
-from pushkv.sim.timeline import PREFILL
-from pushkv.sim.trace import TraceWriter
+from pushkv.sim.trace import PREFILL, TraceWriter
 from pushkv.sim.workload import Workload
 from pushkv.sim.world import World
 
@@ -73,12 +72,11 @@ def load(count: int, rate: float, seed: int, length: int = INPUT) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Means over the prompts of one run; ``runs``: descriptors per layer over blocks (1: every block by itself)."""
+    """Means over the prompts of one run; ``runs``: runs of blocks over blocks (1: every block by itself)."""
 
     ttft_ms: float
     tpot_ms: float
     runs: float
-    throughput: float
 
 
 def score(mode: str, cached: float, work: Workload, pool: BlockPool | None) -> Score:
@@ -89,15 +87,20 @@ def score(mode: str, cached: float, work: Workload, pool: BlockPool | None) -> S
         float(log.milliseconds("ttft").mean()),
         float(log.milliseconds("tpot").mean()),
         float(log.column("descriptors").sum()) / 8 / 64 / blocks,
-        len(work) / float(log.column("finish_s").max()),
     )
+
+
+def history_of(mode: str, seed: int) -> History:
+    """What D had served before the run of ``seed``, where nothing else is said."""
+    return (mode, cached_for(HISTORY_MS), seed % HISTORIES, SWEEPS)
 
 
 _histories: dict[History, BlockPool] = {}
 
 
 def history(mode: str, cached: float, seed: int, sweeps: int = SWEEPS) -> BlockPool | None:
-    """D's block pool after ``sweeps`` times every length at every rate, 100 prompts each, one run after the other."""
+    """D's block pool after ``sweeps`` times every length at every rate, 100 prompts each, one run after the other;
+    None without any."""
     key = (mode, cached, seed, sweeps)
     if sweeps and key not in _histories:
         _histories[key] = _serve(key)
@@ -105,7 +108,7 @@ def history(mode: str, cached: float, seed: int, sweeps: int = SWEEPS) -> BlockP
 
 
 def parallel(function: Callable[[T], R], todo: Sequence[T], needed: Iterable[History]) -> Iterator[R]:
-    """``function`` of each, on two cores, after the histories ``needed``."""
+    """``function`` of each, in two processes, after the histories ``needed``."""
     keys = [key for key in dict.fromkeys(needed) if key[-1]]
     with multiprocessing.Pool(2) as workers:
         _histories.update(zip(keys, workers.map(_serve, keys, chunksize=1), strict=True))
@@ -155,10 +158,9 @@ def cached_for(target_ms: float) -> float:
 def go(
     mode: str, cached: float, work: Workload, pool: BlockPool | None, *, traced: bool = False
 ) -> tuple[World, TraceWriter]:
+    """Run ``work`` as `score` does; the world afterwards, and what was recorded where ``traced``."""
     trace = TraceWriter()
-    world = World(
-        scenario(mode, cached, len(work)), work, RequestLog(), None, trace if traced else None, True, None, False
-    )
+    world = World(scenario(mode, cached, len(work)), work, RequestLog(), trace=trace if traced else None)
     if pool is not None:
         world.engines["D0"].pool = copy.deepcopy(pool)
     world.go()

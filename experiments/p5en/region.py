@@ -15,14 +15,13 @@ from pathlib import Path
 import numpy as np
 from point import (
     HISTORIES,
-    HISTORY_MS,
     MODES,
     PROMPTS,
     PUBLISHED_TTFT_MS,
-    SWEEPS,
     WITHIN,
     cached_for,
     history,
+    history_of,
     load,
     parallel,
     prefill_ms,
@@ -46,7 +45,7 @@ def cell(where: Cell) -> Row:
     ttft: dict[str, np.ndarray] = {}
     for mode in MODES:
         runs = [
-            score(mode, cached, load(count, 8, seed), history(mode, cached_for(HISTORY_MS), seed % HISTORIES))
+            score(mode, cached, load(count, 8, seed), history(*history_of(mode, seed)))
             for seed in range(first, first + SEEDS)
         ]
         ttft[mode] = np.array([run.ttft_ms for run in runs])
@@ -61,7 +60,7 @@ def cell(where: Cell) -> Row:
 
 def holds(row: Row) -> bool:
     """Whether both means are within 15 %."""
-    return all(abs(row[f"{mode}_ttft_ms"] / PUBLISHED_TTFT_MS[mode] - 1) <= WITHIN for mode in MODES)
+    return worst(row) <= WITHIN
 
 
 def worst(row: Row) -> float:
@@ -77,7 +76,7 @@ def table(first: int) -> Path:
 def scan(first: int) -> list[Row]:
     """Every cell, written to its CSV."""
     cells = [(count, time_ms, first) for count in COUNTS for time_ms in TIMES_MS] + [(PROMPTS, 0.0, first)]
-    needed = [(mode, cached_for(HISTORY_MS), seed, SWEEPS) for mode in MODES for seed in range(HISTORIES)]
+    needed = [history_of(mode, seed) for mode in MODES for seed in range(HISTORIES)]
     rows = []
     for done, row in enumerate(parallel(cell, cells, needed), 1):
         rows.append(row)

@@ -6,8 +6,6 @@ so that the same requests are spread the same way every time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 class RoundRobin:
     """Engines in turn, whatever they have to do."""
@@ -54,7 +52,3 @@ class LeastTokens:
     def mark(self, engine: int, dead: bool) -> None:
         """A health check has found ``engine`` dead, or alive again."""
         self._dead[engine] = dead
-
-    def outstanding(self) -> Sequence[int]:
-        """Tokens outstanding per engine."""
-        return tuple(self._outstanding)

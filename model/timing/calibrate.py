@@ -62,10 +62,6 @@ class EngineFit:
         """A whole hardware profile with this calibration as its default."""
         return calibration_toml(self.hardware)
 
-    def table(self) -> str:
-        """The residuals as text, one row each."""
-        return residual_table(self.residuals)
-
 
 @dataclass(frozen=True, slots=True)
 class PostingFit:
@@ -78,10 +74,6 @@ class PostingFit:
     def to_toml(self) -> str:
         """The tables [posting.write] and [posting.read] of a fabric profile."""
         return posting_toml({"write": self.write, "read": self.read})
-
-    def table(self) -> str:
-        """The residuals as text, one row each."""
-        return residual_table(self.residuals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,21 +197,6 @@ def calibrate_posting(rows: Iterable[Mapping[str, Any]]) -> PostingFit:
             label = f"{op} {pattern} {descriptors} x {size} B"
             residuals.append(Residual(label, host_us / 1e3, (rates.call_s + each_s * descriptors) * 1e3))
     return PostingFit(fits.get("WRITE"), fits.get("READ"), tuple(residuals))
-
-
-def residual_table(residuals: Iterable[Residual]) -> str:
-    """One line per row: label, measured, model, relative error; then the root mean square and the largest."""
-    rows = list(residuals)
-    width = max((len(row.label) for row in rows), default=0)
-    lines = [
-        f"{row.label:<{width}}  {row.measured_ms:>10.3f} ms  model {row.model_ms:>10.3f} ms  {row.error:>+7.1%}"
-        for row in rows
-    ]
-    if rows:
-        errors = [abs(row.error) for row in rows]
-        rms = math.sqrt(sum(e * e for e in errors) / len(errors))
-        lines.append(f"{len(rows)} rows: root mean square {rms:.1%}, largest {max(errors):.1%}")
-    return "\n".join(lines) + "\n"
 
 
 def _determined(rows: list[EngineRow], graph_tokens: int) -> list[str]:

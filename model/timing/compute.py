@@ -27,9 +27,6 @@ from .shapes import ModelShape
 # residual for the launch; the roof's makes next to no difference between 2 and 5.
 _ROOF_ORDER = 3.0
 _LAUNCH_ORDER = 4.0
-# What vLLM keeps back beside weights and cache: derived from the caches of h200_requests*.csv (797,038 tokens with
-# Qwen3-8B, 258,161 with Qwen3-32B, at 0.90 of the memory), where it comes to 1.2 and 1.9 GB.
-_RESERVE_BYTES = 1.5e9
 
 
 def smooth_max(a: float, b: float, order: float) -> float:
@@ -164,20 +161,6 @@ class EngineCost:
             total_s += self.step_s(((new, done),))
             done += new
         return total_s
-
-    def kv_capacity_tokens(self, memory_fraction: float = 0.9) -> int:
-        """Tokens whose KV cache fits each rank beside the weights, using `memory_fraction` of the device's memory.
-
-        Errors: `ProfileError` where nothing is left.
-        """
-        usable = self.hardware.memory_bytes * memory_fraction - self.shape.weight_bytes_rank(self.tp) - _RESERVE_BYTES
-        tokens = int(usable // self.shape.kv_bytes_per_token_rank(self.tp))
-        if tokens <= 0:
-            raise ProfileError(
-                f"{self.shape.name} at TP {self.tp} leaves no memory for a cache in {memory_fraction:.0%} of "
-                f"{self.hardware.name}: raise TP"
-            )
-        return tokens
 
     def _base_s(self, tokens: int, sequences: int, decoding: int) -> float:
         matrix_s = tokens * self._token_s + sequences * self._head_s

@@ -68,10 +68,11 @@ class Hardware:
     `matrix_flops_per_s`: dense peak at the weights' precision. `memory_bytes_per_s`: peak. `launch_queue`: kernels that
     the host may have launched and the device not begun, before a launch blocks; `kernels_per_layer`: how many of them
     a step with prefill has. `collective_latency_s`: one small all-reduce inside a graph;
-    `collective_bytes_per_s`: one rank's bandwidth to the others. `pass_bytes_per_s`: bytes of payload per second that
-    one gather or scatter pass over device memory moves (each byte read and written once); `pass_busy_factor`: how
-    much longer it takes while the engine computes; `pass_launch_s`: fixed cost of a pass. `serving`: what the serving
-    processes around the device add.
+    `collective_bytes_per_s`: one rank's bandwidth to the others. `gather_bytes_per_s` and `scatter_bytes_per_s`: bytes
+    of payload per second that a pass over device memory moves, one library call per layer (each byte read and written
+    once); `gather_busy_factor` and `scatter_busy_factor`: how much longer it takes while the engine computes;
+    `fused_pass_bytes_per_s`: the rate of a single kernel for all layers; `pass_launch_s`: fixed cost of a pass.
+    `serving`: what the serving processes around the device add.
     """
 
     name: str

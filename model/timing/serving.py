@@ -20,7 +20,6 @@ class Serving:
     the prompt, on the first chunk only. `schedule_s`: one pass of the scheduler. `idle_poll_s`: from one look of an
     engine that has nothing to compute, but something to wait for, to the next. `decode_launch_s`: host part of a decode
     step, before its graph runs. `transfer_poll_s`: from one look of a transfer thread at its transfers to the next.
-    `hop_s`: from one thread or process of an engine to another.
     """
 
     client_in_s: float
@@ -31,7 +30,6 @@ class Serving:
     idle_poll_s: float
     decode_launch_s: float
     transfer_poll_s: float
-    hop_s: float
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Serving:
@@ -45,7 +43,6 @@ class Serving:
             idle_poll_s=fields.number("idle_poll_s", zero=True),
             decode_launch_s=fields.number("decode_launch_s", zero=True),
             transfer_poll_s=fields.number("transfer_poll_s", zero=True),
-            hop_s=fields.number("hop_s", zero=True),
         )
         fields.finish()
         return made

@@ -31,7 +31,7 @@ class Leg:
         self.tid = request.tid
         self.blocks: list[int] = []
         self.begun_at = now
-        self.final_at = self.verdict_at = -1.0
+        self.final_at = -1.0
         self.verdict = ""
         self.computed = 0
         self.run = 0
@@ -398,7 +398,7 @@ class Host:
     def _verdict(self, leg: Leg, verdict: str) -> None:
         if leg.verdict:
             raise Violation(f"V5: {self.process.name} is told {verdict} of {leg.tid} after {leg.verdict}")
-        leg.verdict, leg.verdict_at = verdict, self.world.now
+        leg.verdict = verdict
 
     # ---------------------------------------------------------------- the end of a leg
 

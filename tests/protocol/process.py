@@ -28,7 +28,7 @@ class Process:
         self.world, self.name, self.ranks = world, name, ranks
         self.incarnations = [next(world.incarnation_numbers) for _ in range(ranks)]
         self.alive, self.paused = True, False
-        self.died_at = self.woke_at = float("-inf")
+        self.died_at = float("-inf")
         self.paused_s = 0.0
         self.endpoints = [Endpoint(number, world.settings, name.encode()) for number in self.incarnations]
         self.ledger = Ledger(world.settings, ranks)
@@ -36,7 +36,6 @@ class Process:
         self.transport: list[dict[ev.Link, int]] = [{} for _ in range(ranks)]
         self.host = Host(self)
         self._inbox: list[list[ev.Record]] = [[] for _ in range(ranks)]
-        self._ledger_inbox: list[ev.Record] = []
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._timer = [float("inf")] * ranks
         self._lane: dict[Any, float] = {}
@@ -67,7 +66,6 @@ class Process:
         if not self.alive or not self.paused:
             return
         self.paused = False
-        self.woke_at = self.world.now
         self.paused_s += self.world.now - self.paused_at
         for rank in range(self.ranks):
             self._step_rank(rank)

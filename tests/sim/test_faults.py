@@ -172,6 +172,22 @@ def test_a_cluster_that_can_never_go_on_ends_its_requests() -> None:
     assert made.env.ticks < ticks(4 * PATIENCE_S)
 
 
+@pytest.mark.parametrize("back_s", [None, 0.01], ids=["for good", "back at once"])
+def test_nothing_is_read_from_a_dead_engine(back_s: float | None) -> None:
+    """P dies while D reads its cache over a slow wire: what D has got is worth nothing, P back by then or not."""
+    rows: list[Row] = [(0.0, 8000, 5)]
+    flags = {"mode": "pull", "fabric": "tcp"}
+    calm = run(flags, [], rows)
+    at_s = float(calm.log.column("first_token_s")[0]) - 0.05
+    wire_s = float(calm.log.column("wire_s")[0])
+    assert wire_s > 0.08, "the read is under way when P dies"
+    made = run(flags, [Fault("prefill-kill", "P0", at_s, back_s)], rows)
+    assert not done(made).any()
+    assert made.log.column("finish_s")[0] < at_s + 0.2, "the read breaks, nobody waits for a verdict"
+    rest(made, 20.0)
+    assert leaks(made) == []
+
+
 def test_counters_outlive_the_engine() -> None:
     """What a killed engine had done stays in the totals."""
     calm, struck = (

@@ -10,7 +10,7 @@ import pytest
 from pushkv.sim import timeline
 from pushkv.sim.errors import BadInput
 from pushkv.sim.timeline import Story
-from pushkv.sim.trace import TraceWriter
+from pushkv.sim.trace import FIRST_TOKEN, TraceWriter
 
 
 def recorded(ttft_s: float) -> TraceWriter:
@@ -24,7 +24,7 @@ def recorded(ttft_s: float) -> TraceWriter:
         trace.span("D0/memory", "held", at_s, at_s + 0.65, mine)
         for step in range(100):
             trace.span("D0/engine", "decode", at_s + 0.66 + step * 0.02, at_s + 0.679 + step * 0.02, mine)
-        trace.instant("D0/engine", timeline.FIRST_TOKEN, at_s + ttft_s, mine)
+        trace.instant("D0/engine", FIRST_TOKEN, at_s + ttft_s, mine)
     trace.span("D0/engine", "decode", 0.0, 1.0)
     return trace
 

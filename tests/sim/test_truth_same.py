@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from pushkv.sim.metrics import FAILED
 from pushkv.sim.scenario import Fault
+from pushkv.sim.world import Result
 
 from .worlds import WAYS, Row, clusters, faulty_clusters, hasty, scenario, simulate, text, way_name
 
@@ -51,6 +53,36 @@ def test_a_longer_run_under_load_is_the_same_without_the_fast_paths(way: dict[st
     wanted = simulate(plan)
     assert wanted.totals.preemptions_decode > 0
     assert text(simulate(plan, fast=False)) == text(wanted)
+
+
+def test_blocks_that_come_back_in_the_middle_of_a_jump() -> None:
+    """D decodes for seconds. Blocks of a failed transfer are settled meanwhile, after steps that took some and before
+    steps that take more: whoever comes next gets the same numbers, so the same descriptors, as step by step.
+    """
+    plan = scenario(mode="pushkv", path="direct", faults=[Fault("pause", "P0", 0.52, 1.5)])
+    rows: list[Row] = [(0.0, 100, 900), (0.5, 500, 5), (2.5, 500, 5), (2.6, 700, 5)]
+    options = {"settings": hasty(plan)}
+    fast, slow = simulate(plan, rows, **options), simulate(plan, rows, fast=False, **options)
+    assert (fast.log.column("status") == FAILED).sum() == 1
+    assert text(fast) == text(slow)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=way_name)
+@pytest.mark.parametrize("target", ["P0", "D0"])
+def test_a_pause_in_the_middle_of_a_jump(way: dict[str, Any], target: str) -> None:
+    """A stopped process takes no steps: those that were being jumped over end where the pause begins, and go on after
+    it."""
+    rows: list[Row] = [(0.0, 100, 300), (0.9, 200, 20), (2.2, 300, 20)]
+    plan = scenario(**way, faults=[Fault("pause", target, 0.7, 0.5)])
+    fast, calm = simulate(plan, rows), simulate(scenario(**way), rows)
+    assert text(fast) == text(simulate(plan, rows, fast=False))
+    stopped_s = _end_s(fast, 300) - _end_s(calm, 300)
+    assert stopped_s == pytest.approx(0.5 if target == "D0" else 0.0, abs=0.02)
+
+
+def _end_s(result: Result, output_len: int) -> float:
+    log = result.log
+    return float(log.column("finish_s")[log.column("output_len") == output_len][0])
 
 
 FAULTS = """

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pushkv.model.timing import profiles
-from pushkv.sim import cli, report, scenario, validate, world
+from pushkv.sim import cli, h200_pair, measured, report, scenario, validate, world
 from pushkv.sim.errors import BadInput
 from pushkv.sim.report import Validation
 
@@ -30,8 +30,8 @@ def found() -> Validation:
 
 
 @pytest.fixture(scope="module")
-def servers() -> list[validate.Server]:
-    return validate.read_servers(validate.find_data(None))
+def servers() -> list[measured.Server]:
+    return measured.read_servers(measured.find_data(None))
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +50,16 @@ def test_every_measured_row_meets_every_target(found: Validation) -> None:
     assert [check.name for check in found.checks if check.binding and not check.passed] == []
 
 
-def test_every_measured_point_is_held_to_the_limits_of_the_issue(found: Validation) -> None:
-    measured = set()
-    for file in validate.REQUEST_FILES:
+def test_every_measured_point_is_held_to_the_limits(found: Validation) -> None:
+    points = set()
+    for file in measured.REQUEST_FILES:
         with (DATA / file).open(encoding="utf-8") as rows:
-            measured |= {
+            points |= {
                 (file.endswith("_compiled.csv"), row["model"][6:], row["mode"], row["input_len"], float(row["qps"]))
                 for row in csv.DictReader(rows)
             }
-    assert len(measured) == 12
-    for compiled, model, mode, length, qps in measured:
+    assert len(points) == 12
+    for compiled, model, mode, length, qps in points:
         for metric, (short, long) in LIMITS.items():
             name = f"{model} {mode} {length}@{qps:g} {metric}"
             (check,) = (c for c in found.checks if c.name == name and ("compiled" in c.group) == compiled)
@@ -79,13 +79,13 @@ def test_at_most_two_constants_are_fitted_per_configuration_and_all_stand_in_pro
     nvlink, hardware = profiles.fabric("nvlink-ucx"), profiles.hardware("h200")
     assert nvlink.read.allocated_s == nvlink.write.allocated_s
     for configuration, constants in (("", 1), ("compiled", 2)):  # and posting, which eager servers fit
-        names = [name for (_, c, _), name in validate.CALIBRATIONS.items() if c == configuration]
+        names = [name for (_, c, _), name in measured.CALIBRATIONS.items() if c == configuration]
         assert sum(hardware.calibrations[name].launch_factor != 1.0 for name in names) == constants
     assert nvlink.read.allocated_s == pytest.approx(fit.posting()["both"], rel=0.002)
 
 
 def test_launch_factors_are_where_the_rows_they_come_from_put_them(
-    fit: ModuleType, servers: list[validate.Server]
+    fit: ModuleType, servers: list[measured.Server]
 ) -> None:
     post_s, calibrations = profiles.fabric("nvlink-ucx").read.allocated_s, profiles.hardware("h200").calibrations
     for server in servers:
@@ -142,11 +142,11 @@ def test_every_blind_point_was_predicted_and_none_of_them_had_been_measured() ->
     def points(rows: list[dict[str, str]]) -> set[tuple[str, str, int, float]]:
         return {(row["model"], row["mode"], int(row["input_len"]), float(row["qps"])) for row in rows}
 
-    measured, written = _csv(DATA / validate.BLIND_FILE), _csv(EXPERIMENT / "blind_predictions.csv")
-    assert points(measured) == points(written) == points([row for row in written if row["default"] == "yes"])
-    assert not any(points(measured) & points(_csv(DATA / file)) for file in validate.REQUEST_FILES)
+    rows, written = _csv(DATA / measured.BLIND_FILE), _csv(EXPERIMENT / "blind_predictions.csv")
+    assert points(rows) == points(written) == points([row for row in written if row["default"] == "yes"])
+    assert not any(points(rows) & points(_csv(DATA / file)) for file in measured.REQUEST_FILES)
     for row in written:
-        there = [one for one in measured if points([one]) == points([row])]
+        there = [one for one in rows if points([one]) == points([row])]
         assert len(there) == int(row["requests"])
         assert {one["output_len"] for one in there} == {row["output_len"]}
 
@@ -161,7 +161,7 @@ def test_a_note_scores_what_was_written_and_says_how_far_predictions_have_moved_
 ) -> None:
     note = next(note for note in validate.run().notes if note.startswith("Blind rows"))
     assert "42 limits, missed: 32b push 8192@0.5 TTFT mean +14.9%." in note
-    monkeypatch.setitem(validate.CALIBRATIONS, ("qwen3-32b", "", "push"), "compiled")  # another simulator than then
+    monkeypatch.setitem(measured.CALIBRATIONS, ("qwen3-32b", "", "push"), "compiled")  # another simulator than then
     changed = validate.run()
     moved = next(note for note in changed.notes if note.startswith("Blind rows"))
     assert moved.split("Today")[0] == note.split("Today")[0]
@@ -170,7 +170,7 @@ def test_a_note_scores_what_was_written_and_says_how_far_predictions_have_moved_
 
 def test_arrivals_of_blind_points_are_those_of_both_modes() -> None:
     sent: dict[tuple[str, str, str], list[str]] = {}
-    for row in _csv(DATA / validate.BLIND_FILE):
+    for row in _csv(DATA / measured.BLIND_FILE):
         sent.setdefault((row["model"] + row["input_len"], row["qps"], row["mode"]), []).append(row["arrival_s"])
     for (length, qps, mode), arrivals in sent.items():
         assert arrivals == sent[length, qps, "push" if mode == "pull" else "pull"]
@@ -184,7 +184,7 @@ def test_written_predictions_that_cannot_be_used_are_one_line(
     tmp_path: Path, column: str, text: str, says: str
 ) -> None:
     shutil.copy(DATA / "h200_requests_32b.csv", tmp_path)
-    shutil.copy(DATA / validate.BLIND_FILE, tmp_path)
+    shutil.copy(DATA / measured.BLIND_FILE, tmp_path)
     rows = _csv(EXPERIMENT / "blind_predictions.csv")
     rows[0][column] = text
     with (tmp_path / "blind_predictions.csv").open("w", newline="", encoding="utf-8") as file:
@@ -199,7 +199,7 @@ def test_written_predictions_that_cannot_be_used_are_one_line(
 
 
 def test_a_failed_request_is_where_the_legs_line_up_and_its_point_takes_the_arrivals_of_the_other_mode(
-    servers: list[validate.Server],
+    servers: list[measured.Server],
 ) -> None:
     pull, push = (
         next(p for s in servers if (s.file, s.mode) == ("h200_requests.csv", mode) for p in s.points if p.qps == 0.5)
@@ -208,16 +208,16 @@ def test_a_failed_request_is_where_the_legs_line_up_and_its_point_takes_the_arri
     (failed,) = np.flatnonzero(np.isnan(push.ttft_ms))
     assert failed in (1, 2)  # the fourth waited for the third and is there; the legs of those before it do not differ
     assert push.arrival_s.tolist() == pull.arrival_s.tolist()
-    assert (pull.answered, push.answered) == (40, 39)
+    assert (pull.answered.sum(), push.answered.sum()) == (40, 39)
     assert len(push.output_len) == 40
 
 
-def test_sends_are_late_by_the_time_that_prompts_take_to_build(servers: list[validate.Server]) -> None:
+def test_sends_are_late_by_the_time_that_prompts_take_to_build(servers: list[measured.Server]) -> None:
     server = servers[0]
-    load = validate._workload(server)
+    load = h200_pair.workload(server)
     assert load.input_len[:4].tolist() == [600, 600, 600, 1024]  # three requests to warm up
     assert len(load) == 3 + 5 * 40  # and a point that is in no file
-    for start, point in validate._positions(server):
+    for start, point in h200_pair.positions(server):
         rows = slice(start, start + len(point.output_len))
         assert set(load.input_len[rows].tolist()) == {point.input_len}
         late_s = np.diff(load.arrival_s[rows] - point.arrival_s)
@@ -225,13 +225,13 @@ def test_sends_are_late_by_the_time_that_prompts_take_to_build(servers: list[val
     assert np.all(np.diff(load.arrival_s) > 0)
 
 
-def test_a_point_left_out_that_is_there_takes_the_place_of_the_assumed_one(servers: list[validate.Server]) -> None:
+def test_a_point_left_out_that_is_there_takes_the_place_of_the_assumed_one(servers: list[measured.Server]) -> None:
     server = servers[0]
     one = server.points[2]
-    there = validate.Point(4096, 5.0, one.output_len, one.arrival_s, one.leg_ms, one.ttft_ms, one.tpot_ms)
-    more = validate.Server(server.file, server.model, server.mode, [*server.points[:3], there, server.points[3]])
-    assert len(validate._workload(more)) == 3 + 5 * 40
-    assert len(validate.replay(more)) == 5
+    there = measured.Point(4096, 5.0, one.output_len, one.arrival_s, one.leg_ms, one.ttft_ms, one.tpot_ms)
+    more = measured.Server(server.file, server.model, server.mode, [*server.points[:3], there, server.points[3]])
+    assert len(h200_pair.workload(more)) == 3 + 5 * 40
+    assert len(h200_pair.replay(more)) == 5
 
 
 def test_progress_goes_up_to_the_total_once() -> None:
@@ -266,7 +266,7 @@ def test_a_folder_with_some_of_the_files_is_scored_and_the_rest_is_named(tmp_pat
 def test_without_the_repository_one_line_says_what_to_give(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(validate, "_REPOSITORY", tmp_path)
+    monkeypatch.setattr(measured, "_REPOSITORY", tmp_path)
     assert cli.main(["validate"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1

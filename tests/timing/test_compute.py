@@ -121,14 +121,6 @@ def test_model_that_does_not_fit_is_refused() -> None:
         EngineCost(profiles.model("qwen3-32b"), profiles.hardware("h200"), 3)
 
 
-@pytest.mark.parametrize(("model", "tokens"), [("qwen3-8b", 797_038), ("qwen3-32b", 258_161)])
-def test_cache_is_as_large_as_vllm_made_it(model: str, tokens: int) -> None:
-    cost = EngineCost(profiles.model(model), profiles.hardware("h200"))
-    assert cost.kv_capacity_tokens(0.9) == pytest.approx(tokens, rel=0.01)
-    with pytest.raises(ProfileError, match="leaves no memory for a cache"):
-        cost.kv_capacity_tokens(0.1)
-
-
 @pytest.mark.parametrize(
     ("calibration", "name", "bound"),
     [("eager-prefill", "h200_engine.csv", 0.025), ("compiled", "h200_engine_compiled.csv", 0.016)],
