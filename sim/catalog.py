@@ -86,12 +86,23 @@ def hardware(name: str) -> Hardware:
         return _look_up("hardware", "hardware", name, profiles.hardware, _hardware_file, "or a path to a TOML profile")
 
 
-def kv_blocks(scenario: Scenario, parts: Parts, tp: int) -> int:
-    """KV blocks of one engine with ``tp`` ranks: the scenario's override, or what the GPU's memory leaves."""
+def kv_blocks(scenario: Scenario, parts: Parts, side: str) -> int:
+    """KV blocks of an engine of ``side`` ("prefill" or "decode"): the scenario's override, or what the GPU leaves
+    beside weights and, with pushkv's packed path, staging or landing memory.
+    """
     if scenario.num_blocks is not None:
         return scenario.num_blocks
+    tp = scenario.prefill_tp if side == "prefill" else scenario.decode_tp
     free_bytes = _for_weights_and_cache(scenario, parts.hardware) - parts.shape.weight_bytes_rank(tp)
+    free_bytes -= _pool_gib(scenario, side)[1] * (1 << 30)
     return int(free_bytes // (parts.shape.kv_bytes_per_token_rank(tp) * scenario.block_size))
+
+
+def _pool_gib(scenario: Scenario, side: str) -> tuple[str, float]:
+    """The flag and the size (GiB per GPU) of what the packed path keeps for itself on ``side``."""
+    if scenario.mode != "pushkv" or scenario.path == "direct":
+        return "", 0.0
+    return ("--staging-gib", scenario.staging_gib) if side == "prefill" else ("--landing-gib", scenario.landing_gib)
 
 
 def check_lengths(scenario: Scenario, longest_input: int, longest_request: int) -> None:
@@ -100,11 +111,11 @@ def check_lengths(scenario: Scenario, longest_input: int, longest_request: int) 
     ``longest_input`` and ``longest_request`` (input and output) in tokens.
     """
     parts = resolve(scenario)
-    for side, tp, tokens, what in (
-        ("prefill", scenario.prefill_tp, longest_input, "prompt"),
-        ("decode", scenario.decode_tp, longest_request, "request (input and output)"),
+    for side, tokens, what in (
+        ("prefill", longest_input, "prompt"),
+        ("decode", longest_request, "request (input and output)"),
     ):
-        capacity = kv_blocks(scenario, parts, tp) * scenario.block_size
+        capacity = kv_blocks(scenario, parts, side) * scenario.block_size
         if tokens > capacity:
             raise BadInput(
                 f"a {what} of {tokens} tokens does not fit the KV cache of a {side} engine, {capacity} tokens:"
@@ -142,7 +153,15 @@ def _for_weights_and_cache(scenario: Scenario, hardware: Hardware) -> float:
 def _check_memory(scenario: Scenario, parts: Parts, side: str, tp: int) -> None:
     shape, room_bytes = parts.shape, _for_weights_and_cache(scenario, parts.hardware)
     block_bytes = shape.kv_bytes_per_token_rank(tp) * scenario.block_size
-    if shape.weight_bytes_rank(tp) + block_bytes <= room_bytes:
+    left_bytes = room_bytes - shape.weight_bytes_rank(tp) - block_bytes
+    flag, pool_gib = _pool_gib(scenario, side)
+    if 0 <= left_bytes < pool_gib * (1 << 30) and scenario.num_blocks is None:
+        raise BadInput(
+            f"{flag} {pool_gib:g} does not fit a {side} GPU: {parts.hardware.name} has room for"
+            f" {left_bytes / (1 << 30):.1f} GiB beside the weights of {shape.name} at TP {tp}, KV cache included;"
+            f" lower it or raise --{side}-tp"
+        )
+    if left_bytes >= 0:
         return
     fitting = [n for n in _possible_tps(shape) if n > tp and shape.weight_bytes_rank(n) + block_bytes <= room_bytes]
     advice = f"use --{side}-tp {fitting[0]}" if fitting else "use larger GPUs"

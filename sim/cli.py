@@ -71,6 +71,9 @@ class _Outputs:
         for flag, path in (("--json", made.json), ("--requests-out", made.requests), ("--trace-out", made.trace)):
             if path is not None and path != "-":
                 _check_writable(flag, path)
+        paths = [path for path in (made.json, made.requests, made.trace) if path not in (None, "-")]
+        if len(set(paths)) < len(paths):
+            raise BadInput("--json, --requests-out and --trace-out name the same file; give each its own")
         if made.requests is not None:
             check_requests_out(made.requests)
         return made
@@ -98,6 +101,8 @@ def _compare(options: argparse.Namespace) -> int:
     for mode in modes:
         if mode not in MODES:
             raise unknown("--mode", mode, MODES, also="(or several, with commas)")
+    if len(set(modes)) < len(modes):
+        raise BadInput(f"--mode {','.join(modes)} names a mode twice; name each once")
     plans = [scenario.load(options.scenario, {**flags, "mode": mode}, lenient=True) for mode in modes]
     docs = [_run(plan, outputs.beside(plan.mode)) for plan in plans]
     _emit(outputs.json, report.documents(docs), report.compare(docs))
@@ -215,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _calibrate_command(commands: Any) -> None:
-    help = "fit a hardware or fabric profile to measurements"
+    help = "fit a hardware profile, or a fabric's posting constants, to measurements"
     parser = commands.add_parser("calibrate", help=help, description=help.capitalize() + ".", allow_abbrev=False)
     parser.set_defaults(command=_calibrate)
     parser.add_argument(
@@ -229,7 +234,11 @@ def _calibrate_command(commands: Any) -> None:
     parser.add_argument("--tp", metavar="N", default="1", help="tensor-parallel ranks measured (default: 1)")
     parser.add_argument("--token-budget", metavar="N", default="8192", help="tokens of a step at most (default: 8192)")
     parser.add_argument("--name", metavar="NAME", default="fitted", help="name of the calibration (default: fitted)")
-    parser.add_argument("--out", metavar="FILE.toml|-", help="write the profile, for --hardware; - is stdout")
+    parser.add_argument(
+        "--out",
+        metavar="FILE.toml|-",
+        help="write the hardware profile, for --hardware, or the tables [posting.*] of a fabric profile; - is stdout",
+    )
     parser.add_argument("--json", metavar="FILE|-", help="write JSON; - is stdout, which then holds nothing else")
 
 

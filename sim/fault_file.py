@@ -78,6 +78,8 @@ def _fault(where: str, row: object, prefill: int, decode: int) -> Fault:
     if kind not in get_args(Kind):
         raise unknown(f"{where}: kind", kind, get_args(Kind))
     pattern, example = _TARGETS[kind]
+    if target is None:
+        raise BadInput(f"{where}: target is missing; give {example}")
     match = re.fullmatch(pattern, target) if isinstance(target, str) else None
     if match is None:
         raise BadInput(f"{where}: target {target!r} does not fit {kind}; expected {example}")

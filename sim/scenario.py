@@ -168,6 +168,8 @@ def load(path: str | None = None, flags: Mapping[str, object] | None = None, *, 
             name = key.replace("-", "_")
             if name not in known:
                 raise unknown(f"scenario {path}: setting", key, known)
+            if name in values:
+                raise BadInput(f"scenario {path}: {key} is there twice, with - and with _; keep one")
             values[name] = known[name].parse(f"scenario {path}: {key}", value)
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     for name, value in given.items():
@@ -209,5 +211,5 @@ def _finish(scenario: Scenario, given: set[str]) -> Scenario:
     if scenario.faults is not None:
         changes["fault_list"] = read_faults(scenario.faults, scenario.prefill, scenario.decode)
     scenario = dataclasses.replace(scenario, **changes)
-    resolve(scenario)
-    return scenario
+    parts = resolve(scenario)
+    return dataclasses.replace(scenario, calibration=parts.hardware.calibration.name)

@@ -119,8 +119,8 @@ def story(mode: str, trace: TraceWriter, request: int | str, note: str = "") -> 
     return Story(mode, spans, start_s, token_s, note)
 
 
-def finding(stories: Sequence[Story]) -> str:
-    """The picture's title: what the last mode does to the first token, against the first."""
+def finding(stories: Sequence[Story], subject: str = "the first token") -> str:
+    """The picture's title: what the last mode does to ``subject``, against the first."""
     base, last = stories[0], stories[-1]
     if len(stories) == 1 or base.ttft_ms <= 0 or last.ttft_ms <= 0:
         return f"{last.mode}: first token after {_duration(last.ttft_ms)}"
@@ -133,7 +133,7 @@ def finding(stories: Sequence[Story]) -> str:
         said = f"{1 / ratio:.2f}× later than with {base.mode}"
     else:
         said = f"as soon as with {base.mode}"
-    return f"With {last.mode} the first token comes after {_duration(last.ttft_ms)}, {said}"
+    return f"With {last.mode} {subject} comes after {_duration(last.ttft_ms)}, {said}"
 
 
 def draw(stories: Sequence[Story], paths: Iterable[str | Path], *, subtitle: str = "", title: str = "") -> None:

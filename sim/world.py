@@ -135,7 +135,8 @@ class World:
                 name,
                 costs[tp],
                 BlockPool(
-                    catalog.kv_blocks(scenario, parts, tp), cached=not decode and scenario.prefill_cached_fraction > 0
+                    catalog.kv_blocks(scenario, parts, "decode" if decode else "prefill"),
+                    cached=not decode and scenario.prefill_cached_fraction > 0,
                 ),
                 block_size=scenario.block_size,
                 token_budget=scenario.token_budget,

@@ -1,6 +1,6 @@
 """TPOT at the P5en point, from mechanism: posting on D's engine thread (pull), nowhere on D (push). Nothing is fitted.
 
-Prints the table and writes results/tpot.csv. Run: python experiments/p5en/tpot.py [--seeds 20]
+Prints the table and writes results/tpot.csv. Run: .venv/bin/python experiments/p5en/tpot.py [--seeds 20]
 """
 
 from __future__ import annotations

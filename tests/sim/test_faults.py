@@ -153,6 +153,7 @@ def test_faults_may_overlap(way: dict[str, str]) -> None:
     made = run(way, struck)
     arrival = np.array([row[0] for row in ROWS])
     assert done(made)[arrival > 4.5].all()
+    assert [engine.name for engine, _ in made.faults.gone] == ["P0", "D0"], "each came back once"
     rest(made, 30.0)
     assert leaks(made) == []
 
@@ -186,6 +187,22 @@ def test_nothing_is_read_from_a_dead_engine(back_s: float | None) -> None:
     assert made.log.column("finish_s")[0] < at_s + 0.2, "the read breaks, nobody waits for a verdict"
     rest(made, 20.0)
     assert leaks(made) == []
+
+
+def test_a_registration_that_cannot_go_with_the_answer_follows_by_itself() -> None:
+    """Pull. P has come back and is at work before D has taken note: its answer goes without a registration, which comes
+    when they know each other. D, who has nothing else to do, looks up for it at once.
+    """
+    rows: list[Row] = [(0.0, 100, 5), (0.55, 100, 5)]
+    plan = scenario(mode="pull", faults=[Fault("prefill-kill", "P0", 0.5, 0.01)])
+    ends = []
+    for fast in (True, False):
+        made = world(plan, rows, settings=hasty(plan), fast=fast)
+        made.go()
+        assert done(made).all()
+        ends.append(ends_s(made))
+    assert (ends[0] == ends[1]).all()
+    assert 0.7 < ends[0][1] < 1.0
 
 
 def test_counters_outlive_the_engine() -> None:

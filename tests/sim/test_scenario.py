@@ -186,16 +186,36 @@ def test_a_model_must_fit_its_gpus() -> None:
     message = refused(model="llama-3.3-70b", hardware="h100")
     assert "llama-3.3-70b at --prefill-tp 1 has 14" in message
     assert message.endswith("(utilization 0.9): use --prefill-tp 2")
-    assert "at --decode-tp 1" in refused(model="llama-3.3-70b", hardware="h100", prefill_tp="2")
+    assert "at --decode-tp 1" in refused(model="llama-3.3-70b", hardware="h100", prefill_tp="4")
+    assert "--staging-gib 8 does not fit" in refused(model="llama-3.3-70b", hardware="h100", prefill_tp="2")
     assert "use larger GPUs" in refused(model="llama-3.3-70b", gpu_memory_utilization="0.01")
-    load(None, {"model": "llama-3.3-70b", "hardware": "h100", "prefill_tp": 2, "decode_tp": 4})
+    load(None, {"model": "llama-3.3-70b", "hardware": "h100", "prefill_tp": 4, "decode_tp": 4})
+    load(None, {"model": "llama-3.3-70b", "hardware": "h100", "prefill_tp": 2, "decode_tp": 4, "mode": "pull"})
 
 
 @pytest.mark.parametrize(("model", "tokens"), [("qwen3-8b", 797_038), ("qwen3-32b", 258_161)])
 def test_the_cache_is_as_large_as_measured(model: str, tokens: int) -> None:
     """Cache of one H200 server with vLLM 0.26, as its log says (the project's measurements)."""
-    plan = load(None, {"model": model})
-    assert catalog.kv_blocks(plan, catalog.resolve(plan), 1) * plan.block_size == pytest.approx(tokens, rel=0.01)
+    plan = load(None, {"model": model, "mode": "pull"})
+    assert catalog.kv_blocks(plan, catalog.resolve(plan), "decode") * plan.block_size == pytest.approx(tokens, rel=0.01)
+
+
+def test_landing_and_staging_memory_are_taken_from_the_cache() -> None:
+    def blocks(side: str, **flags: object) -> int:
+        plan = load(None, dict(flags))
+        return catalog.kv_blocks(plan, catalog.resolve(plan), side)
+
+    gib = 8 * (1 << 30) // (147_456 * 16)  # blocks of Qwen3-8B in 8 GiB
+    assert blocks("decode", mode="pull") - blocks("decode", landing_gib=8) in (gib, gib + 1)
+    assert blocks("prefill", mode="pull") - blocks("prefill", staging_gib=8) in (gib, gib + 1)
+    assert blocks("decode", path="direct") == blocks("decode", mode="pull")
+    assert "--landing-gib 1000 does not fit a decode GPU" in refused(landing_gib="1000")
+    assert "--staging-gib 5000 does not fit a prefill GPU" in refused(staging_gib="5000")
+
+
+def test_a_setting_written_in_two_ways_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="twice"):
+        load(write(tmp_path / "s.toml", "prefill-tp = 2\nprefill_tp = 4\n"))
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "pushkv"])

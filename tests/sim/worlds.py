@@ -124,6 +124,7 @@ def leaks(made: World) -> list[str]:
         for what in ("active", "waiting", "prefilling", "inbox", "_starting"):
             look(f"{name} {what}", len(getattr(engine, what)), 0)
         look(f"{name} running", engine.running, 0)
+        look(f"{name} open", engine.open, 0)
         look(f"{name} books", host.ledger.open(), (0, 0))
         look(f"{name} landing", host.ledger.landing_free, made.settings.landing_segments)
         look(f"{name} quarantine", host.ledger.quarantined(), 0)
@@ -144,6 +145,8 @@ def leaks(made: World) -> list[str]:
             size = content if isinstance(content, int) else len(content or ())
             look(f"{name} connector {table}", size, 0)
     look("flights", len(made.flights), 0)
+    for picker in (made._pick_p, made._pick_d):
+        look("tokens that the router counts", sum(map(abs, picker._outstanding)), 0)
     return found
 
 
