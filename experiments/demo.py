@@ -93,7 +93,7 @@ def _short(value: float) -> str:
 
 
 def p5en(cached: float) -> str:
-    """The P5en point: mean TTFT and TPOT at each rate, and at the highest what 20 seeds gave, beside what is published."""
+    """The P5en point: mean TTFT and TPOT at each rate, also over region.py's 20 seeds, and what is published."""
     todo = [(mode, cached, rate, seed) for rate in point.RATES for mode in MODES for seed in range(SEEDS)]
     needed = [point.history_of(mode, seed) for mode in point.MODES for seed in range(point.HISTORIES)]
     scores: dict[tuple[str, int], list[point.Score]] = {}
@@ -161,9 +161,9 @@ def p5en_notes(cached: float) -> str:
     return textwrap.fill(
         f"err.: against the published value. {here['seeds']} runs: p5en/region.py, which has no pushkv;"
         f" {here['seeds_with_both']} of them meet both published TTFT within {point.WITHIN:.0%}. TTFT is met with"
-        f" {PROMPTS} prompts a run; TPOT is also checked at {point.PROMPTS} (p5en/tpot.py). No setting tried has both"
-        f" published TTFT at the {point.PROMPTS} prompts of the public scripts: all of them cached on P, pull is"
-        f" {float(scripts['pull_ttft_ms']):.0f} and push {float(scripts['push_ttft_ms']):.0f} ms.",
+        f" {PROMPTS} prompts a run; TPOT is also checked at {point.PROMPTS} (p5en/tpot.py). The {point.PROMPTS} prompts"
+        " of the public scripts do not give both published TTFT: with all of them cached on P, the one setting tried,"
+        f" pull is {float(scripts['pull_ttft_ms']):.0f} and push {float(scripts['push_ttft_ms']):.0f} ms.",
         report.WIDTH,
     )
 
@@ -228,8 +228,8 @@ def main() -> int:
     )
     print(
         textwrap.fill(
-            "Do not compare pull with push at 1024 tokens: there each server carries a factor for its host in that run"
-            " (eager: pull none, push 0.85). pushkv is replayed with push's.",
+            "Do not compare pull with push at 1024 tokens: there the prediction carries a factor for the host's state in"
+            " that run of the server (experiments/h200_pair/README.md). pushkv is replayed with push's.",
             report.WIDTH,
         )
     )

@@ -237,7 +237,7 @@ def _calibrate_command(commands: Any) -> None:
     parser.add_argument(
         "--out",
         metavar="FILE.toml|-",
-        help="write the hardware profile, for --hardware, or the tables [posting.*] of a fabric profile; - is stdout",
+        help="write the hardware profile (or a fabric's posting tables); - is stdout",
     )
     parser.add_argument("--json", metavar="FILE|-", help="write JSON; - is stdout, which then holds nothing else")
 

@@ -262,7 +262,8 @@ def _heading(scenario: Mapping[str, Any]) -> list[str]:
     engines = (
         f"{scenario['prefill']} P (TP{scenario['prefill_tp']}) to {scenario['decode']} D (TP{scenario['decode_tp']})"
     )
-    first = f"{scenario['model']} on {scenario['hardware']} ({scenario['calibration']}) over {scenario['fabric']}, {engines}"
+    hardware = f"{scenario['hardware']} ({scenario['calibration']})"
+    first = f"{scenario['model']} on {hardware} over {scenario['fabric']}, {engines}"
     if scenario["arrival"] == "trace":
         second = f"arrivals from {scenario['trace']}"
     else:

@@ -1,8 +1,8 @@
 """Where the published TTFT pair (1744 ms pull, 540 ms push) holds: over the number of prompts and P's prefill time.
 
 Writes results/region.csv, results/region.svg and .png, and prints the sentence.
-Run: .venv/bin/python experiments/p5en/region.py [--plot] [--first-seed 20]; --plot draws and prints from the CSV that is there.
-Another first seed takes other arrivals, writes results/region_seed20.csv and draws nothing.
+Run: .venv/bin/python experiments/p5en/region.py [--plot] [--first-seed 20]
+--plot draws and prints from the CSV that is there. Another first seed takes other arrivals, writes results/region_seed20.csv and draws nothing.
 """
 
 from __future__ import annotations
