@@ -228,8 +228,8 @@ def main() -> int:
     )
     print(
         textwrap.fill(
-            "Do not compare pull with push at 1024 tokens: there the prediction carries a factor for the host's state in"
-            " that run of the server (experiments/h200_pair/README.md). pushkv is replayed with push's.",
+            "Do not compare pull with push at 1024 tokens: there the prediction carries a factor for the host's state"
+            " in that run of the server (experiments/h200_pair/README.md). pushkv is replayed with push's.",
             report.WIDTH,
         )
     )

@@ -3,7 +3,7 @@
 Prints one posting constant (``allocated_s`` of the fabric profile nvlink-ucx) and a launch factor for each run
 (``launch_factor`` of the h200 calibrations), then which limits of ``pushkv validate`` other choices would miss.
 
-    python experiments/h200_pair/fit.py
+    .venv/bin/python experiments/h200_pair/fit.py
 """
 
 from __future__ import annotations

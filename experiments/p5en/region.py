@@ -2,7 +2,8 @@
 
 Writes results/region.csv, results/region.svg and .png, and prints the sentence.
 Run: .venv/bin/python experiments/p5en/region.py [--plot] [--first-seed 20]
---plot draws and prints from the CSV that is there. Another first seed takes other arrivals, writes results/region_seed20.csv and draws nothing.
+--plot draws and prints from the CSV that is there. Another first seed takes other
+arrivals, writes results/region_seed20.csv and draws nothing.
 """
 
 from __future__ import annotations
