@@ -1,8 +1,8 @@
 """How long the span planner takes, how many spans it finds and how much memory it needs.
 
-Run with `.venv/bin/python benchmarks/layout_planner.py`. Two cases decide: Qwen3-32B's 16,000 tokens in random 16-token blocks
-between equal caches (64,000 pieces of 64 KiB, the transfer thread's common case), and heads split under NHD (one
-piece per token, layer and K/V: two million), which must not be held in memory at once.
+Run with `.venv/bin/python benchmarks/layout_planner.py`. Two cases decide: Qwen3-32B's 16,000 tokens in random
+16-token blocks between equal caches (64,000 pieces of 64 KiB, the transfer thread's common case), and heads split
+under NHD (one piece per token, layer and K/V: two million), which must not be held in memory at once.
 """
 
 from __future__ import annotations

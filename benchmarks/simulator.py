@@ -1,7 +1,7 @@
 """How fast the simulator is, where its time goes, and how much memory a long run takes.
 
     .venv/bin/python benchmarks/simulator.py                # speed and shares, a minute
-    .venv/bin/python benchmarks/simulator.py --million      # and one million requests in a process of its own, several minutes
+    .venv/bin/python benchmarks/simulator.py --million      # and a million requests, for the memory: minutes
 
 Scenario: Qwen3-32B at TP4, 4,096 tokens in, 256 out, 4 requests per second, 1P1D on H200s over EFA. Speed is requests
 per second of CPU time, the median of several runs; shares are of the functions' own time under cProfile, by part of
