@@ -174,7 +174,7 @@ class Engine(Scheduler):
             return
         finished, self._finished_flag = self._finished_flag, False
         connector.admit(now)
-        calm = self.fast and len(queue) == 1 and not queue[0].report and not connector.fresh and not connector.news
+        calm = self.fast and len(queue) == 1 and not connector.fresh and not connector.news
         if calm and self.active and queue[0].version == self._version and self._jump(now):
             return
         batch = self._schedule(now)
