@@ -83,7 +83,7 @@ class PushPrefill(Sending):
 
     def _write(self, what: tuple[ev.Post, Flight, int, int]) -> None:
         host = self.host
-        if host.stopping and host.stopped(self._write, what):
+        if host.stopped(self._write, what):
             return
         action, flight, pieces, posted = what
         if host.claim(action.handle):

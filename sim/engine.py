@@ -351,7 +351,7 @@ class Engine(Scheduler):
             return 0, self._since, end
         done = 1 + self._steps_in(now - end)
         before = done - 1
-        began = end + before * first + growth * (before * (before - 1) // 2)
+        began = end + self._sum(before)
         return done, began, began + first + growth * before
 
     def _land(self, now: int) -> None:

@@ -14,7 +14,6 @@ from pushkv.model.protocol import events as ev
 from pushkv.sim.blocks import BlockPool
 from pushkv.sim.engine import Engine
 from pushkv.sim.fault_file import Fault
-from pushkv.sim.request import Flight
 from pushkv.sim.ticks import ticks
 
 if TYPE_CHECKING:
@@ -116,10 +115,3 @@ class Faults:
         self._progress = progress
         if world.remaining:
             world.later(world.env.ticks + ticks(PATIENCE_S), self._watch, None)
-
-    def abort(self, flight: Flight) -> None:
-        """The client is gone: what still works for ``flight`` is told."""
-        world = self._world
-        name = world.decode_name(flight)
-        if not world.hosts[name].dead:
-            world.engines[name].connector.abort(flight)

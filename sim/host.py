@@ -41,8 +41,6 @@ class Host:
         self.endpoint = Endpoint(incarnation, settings)
         self.ledger = Ledger(settings)
         self.dead = False
-        self.stopping = False
-        """Whether it is worth asking ``stopped``: the process has been paused or killed."""
         self._paused_until = 0
         self._armed = NEVER
         carry: dict[type[ev.Record], Callable[[Any], None]] = {
@@ -73,8 +71,11 @@ class Host:
 
     def feed(self, event: ev.Record) -> None:
         """An event for the rank's machines."""
+        self._step((event,))
+
+    def _step(self, events: tuple[ev.Record, ...]) -> None:
         out: list[ev.Record] = []
-        self.endpoint.step((event,), self.env.ticks * S_PER_TICK, out)
+        self.endpoint.step(events, self.env.ticks * S_PER_TICK, out)
         carry = self._carry
         for action in out:
             carry[type(action)](action)
@@ -104,13 +105,9 @@ class Host:
             self.env.call(self._paused_until + 1, self._wake, event.value)  # what has come meanwhile is heard first
             return
         self._armed = NEVER
-        now = self.env.ticks * S_PER_TICK
-        if self.endpoint.wake_at <= now:
-            out: list[ev.Record] = []
-            self.endpoint.step((), now, out)
-            for action in out:
-                self._carry[type(action)](action)
-        if self.endpoint.wake_at < self._armed:
+        if self.endpoint.wake_at <= self.env.ticks * S_PER_TICK:
+            self._step(())
+        elif self.endpoint.wake_at < self._armed:
             self._arm()
 
     def _send(self, action: ev.Send) -> None:
@@ -119,7 +116,7 @@ class Host:
 
     def receive(self, engine: str, message: msg.Message) -> None:
         """``message`` has come from ``engine``."""
-        if not (self.stopping and self.stopped(self._hear, (engine, message))):
+        if not self.stopped(self._hear, (engine, message)):
             self.connector.receive(ev.Received((engine, 0), message))
 
     def _hear(self, what: tuple[str, msg.Message]) -> None:
@@ -128,11 +125,10 @@ class Host:
     def pause(self, until: int) -> None:
         """The process is stopped until ``until``: messages wait, timers go off late."""
         self._paused_until = max(self._paused_until, until)
-        self.stopping = True
 
     def kill(self) -> None:
         """The process is gone for good: one that comes back is another host."""
-        self.dead = self.stopping = True
+        self.dead = True
 
     def stopped(self, then: Callable[[Any], None], what: Any) -> bool:
         """Whether no thread of the process runs now. A paused one calls ``then(what)`` when it goes on; a dead one

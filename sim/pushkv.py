@@ -80,7 +80,7 @@ class PushkvPrefill(Sending):
 
     def _gathered(self, handle: int) -> None:
         host = self.host
-        if not (host.stopping and host.stopped(self._gathered, handle)):
+        if not host.stopped(self._gathered, handle):
             host.feed(ev.Packed(handle))
 
     def post(self, action: ev.Post) -> None:
@@ -100,7 +100,7 @@ class PushkvPrefill(Sending):
 
     def _write(self, what: tuple[ev.Post, Flight, int, int]) -> None:
         host = self.host
-        if host.stopping and host.stopped(self._write, what):
+        if host.stopped(self._write, what):
             return
         action, flight, pieces, posted = what
         if host.claim(action.handle):
@@ -111,7 +111,7 @@ class PushkvPrefill(Sending):
 
     def _done(self, handle: int) -> None:
         host = self.host
-        if not (host.stopping and host.stopped(self._done, handle)):
+        if not host.stopped(self._done, handle):
             host.feed(ev.WriteDone(handle))
 
 

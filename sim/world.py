@@ -292,7 +292,9 @@ class World:
         if flight.p is None:
             del self.flights[flight.id]
         if status == FAILED:
-            self.faults.abort(flight)
+            d = self.decode_name(flight)
+            if not self.hosts[d].dead:
+                self.engines[d].connector.abort(flight)
         flight.d = None
         self._done += 1
         if self._progress is not None and self._done % _PROGRESS_EVERY == 0:

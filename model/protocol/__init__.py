@@ -18,8 +18,8 @@ Read ``states`` for the rules, then ``events``, ``messages``, ``sender``, ``rece
 
 from pushkv.model.protocol.endpoint import Endpoint
 from pushkv.model.protocol.errors import LocalProtocolError, MessageError
-from pushkv.model.protocol.ledger import GAVE_WAY, Ledger
-from pushkv.model.protocol.messages import decode, encode
+from pushkv.model.protocol.ledger import Ledger
+from pushkv.model.protocol.messages import GAVE_WAY, decode, encode
 from pushkv.model.protocol.peer import Peer
 from pushkv.model.protocol.receiver import Receiver
 from pushkv.model.protocol.sender import Sender

@@ -13,7 +13,7 @@ from typing import Any
 
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol.errors import LocalProtocolError
-from pushkv.model.protocol.messages import GAVE_WAY as GAVE_WAY
+from pushkv.model.protocol.messages import GAVE_WAY
 from pushkv.model.protocol.settings import Settings
 from pushkv.model.protocol.states import INCOMING, OUTGOING, Incoming, Outgoing
 
@@ -60,13 +60,12 @@ class _In:
 class _Out:
     """A transfer whose memory the host keeps for us."""
 
-    __slots__ = ("released", "sent", "state", "told")
+    __slots__ = ("released", "sent", "state")
 
     def __init__(self) -> None:
         self.state = Outgoing.ACTIVE
         self.sent: set[int] = set()
         self.released: set[int] = set()
-        self.told = False
 
 
 class Ledger:
@@ -157,11 +156,11 @@ class Ledger:
         entry = self._in[e.transfer_id] = _In(e, self._order)
         if entry.memory is not None:
             entry.move("expose")
-        self._register(entry, out)
+        self._register(entry, self._ranks, out)
 
-    def _register(self, entry: _In, out: Out) -> None:
+    def _register(self, entry: _In, ranks: Iterable[int], out: Out) -> None:
         e = entry.e
-        for rank in self._ranks:
+        for rank in ranks:
             command = ev.Expect(e.transfer_id, e.links[rank], e.tokens, e.packed, e.fanout, entry.memory)
             out.append(ev.ToRank(rank, command))
 
@@ -316,11 +315,7 @@ class Ledger:
         in the same memory.
         """
         entry.move("resume")
-        e = entry.e
-        for rank in sorted(entry.settled - entry.landed):
-            out.append(
-                ev.ToRank(rank, ev.Expect(e.transfer_id, e.links[rank], e.tokens, e.packed, e.fanout, entry.memory))
-            )
+        self._register(entry, sorted(entry.settled - entry.landed), out)
         entry.settled.clear()
         entry.heir = ""
 
@@ -333,7 +328,7 @@ class Ledger:
         if entry.host_memory:
             entry.host_memory = False
             out.append(ev.TakeBack(entry.e.transfer_id, memory, heir))
-        self._register(entry, out)
+        self._register(entry, self._ranks, out)
         self._return(entry, out)
 
     def _close(self, entry: _In, out: Out, *, failed: bool = False) -> None:
@@ -399,8 +394,7 @@ class Ledger:
     def _sent(self, rank: int, r: ev.Sent, out: Out) -> None:
         entry = self._out[r.transfer_id]
         entry.sent.add(rank)
-        if not entry.told and (not r.ok or len(entry.sent) == self._all):
-            entry.told = True
+        if entry.state is Outgoing.ACTIVE and (not r.ok or len(entry.sent) == self._all):
             entry.state = OUTGOING[entry.state]["verdict"]
             out.append(ev.Finished(r.transfer_id, r.ok, r.reason))
             if not r.ok and len(entry.sent) < self._all:

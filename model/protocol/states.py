@@ -187,7 +187,7 @@ INCOMING: Final[dict[Incoming, dict[str, Incoming]]] = {
 }
 
 OUTGOING: Final[dict[Outgoing, dict[str, Outgoing]]] = {
-    Outgoing.ACTIVE: {"verdict": Outgoing.ENDING, "release": Outgoing.DONE},
+    Outgoing.ACTIVE: {"verdict": Outgoing.ENDING},
     Outgoing.ENDING: {"release": Outgoing.DONE},
     Outgoing.DONE: {},
 }
