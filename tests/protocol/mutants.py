@@ -17,8 +17,8 @@ from pushkv.model.protocol.outgoing import CLAIMED
 from pushkv.model.protocol.receiver import Receiver
 from pushkv.model.protocol.seen import Seen
 from pushkv.model.protocol.sender import Sender
-from tests.protocol.profiles import CALM, CHURN, CRASHY, HOSTILE, LOSSY, PARTITION, PAUSED, Profile
-from tests.protocol.world import SETTINGS
+from pushkv.sim.explore.profiles import CALM, CHURN, CRASHY, HOSTILE, LOSSY, PARTITION, PAUSED, Profile
+from pushkv.sim.explore.world import SETTINGS
 
 Patch = pytest.MonkeyPatch
 MUTANTS: dict[str, tuple[Callable[[Patch], None], Profile, str, Any]] = {}

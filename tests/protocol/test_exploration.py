@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.protocol.profiles import CONFIGS, PROFILES, Config, Driver, play
-from tests.protocol.world import SETTINGS, World
+from pushkv.sim.explore.profiles import CONFIGS, PROFILES, Config, Driver, play
+from pushkv.sim.explore.world import SETTINGS, World
 
 SEEDS = {"calm": 4, "lossy": 6, "crashy": 10, "hostile": 14, "churn": 6, "partition": 8, "paused": 8}
 """Seeds of each profile, for each shape; `hostile` finds most."""

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from pushkv.model.protocol import events as ev
-from tests.protocol.profiles import Config
+from pushkv.sim.explore.profiles import Config
+from pushkv.sim.explore.world import SETTINGS, World
 from tests.protocol.transcripts import STEADY
-from tests.protocol.world import SETTINGS, World
 
 Script = Callable[[World], None]
 

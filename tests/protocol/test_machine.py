@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.protocol.profiles import CONFIGS, HOSTILE, Driver
-from tests.protocol.world import World
+from pushkv.sim.explore.profiles import CONFIGS, HOSTILE, Driver
+from pushkv.sim.explore.world import World
 
 moments = st.sampled_from((0.01, 0.05, 0.2, 1.0, 5.0, 12.0))
 picks = st.integers(0, 7)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pushkv.model.protocol import LocalProtocolError
-from tests.protocol.ghost import Violation
+from pushkv.sim.explore.ghost import Violation
+from pushkv.sim.explore.profiles import CONFIGS, Driver
+from pushkv.sim.explore.world import World
 from tests.protocol.mutants import MUTANTS
-from tests.protocol.profiles import CONFIGS, Driver
-from tests.protocol.world import World
 
 SEEDS = 60
 

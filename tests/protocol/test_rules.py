@@ -11,9 +11,9 @@ from pushkv.model.protocol import GAVE_WAY, Endpoint, Ledger, LocalProtocolError
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.model.protocol.receiver import Receiver
-from tests.protocol.profiles import Config
+from pushkv.sim.explore.profiles import Config
+from pushkv.sim.explore.world import SETTINGS, Request, World
 from tests.protocol.transcripts import ONE, STEADY
-from tests.protocol.world import SETTINGS, Request, World
 
 MODES = ("packed", "early", "late", "pull")
 

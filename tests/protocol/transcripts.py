@@ -14,8 +14,8 @@ from textwrap import wrap
 from typing import Any
 
 from pushkv.model.protocol import messages as msg
-from tests.protocol.profiles import Config, Profile
-from tests.protocol.world import SETTINGS, World
+from pushkv.sim.explore.profiles import Config, Profile
+from pushkv.sim.explore.world import SETTINGS, World
 
 FOLDER = Path(__file__).parents[1] / "transcripts"
 STEADY = Profile(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from pushkv.model.protocol import Endpoint, Ledger
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from tests.protocol.ghost import Ghost
-from tests.protocol.host import Host
+from pushkv.sim.explore.ghost import Ghost
+from pushkv.sim.explore.host import Host
 
 if TYPE_CHECKING:
-    from tests.protocol.world import World
+    from pushkv.sim.explore.world import World
 
 REPORTS = (ev.Offered, ev.Landed, ev.Broken, ev.Settled, ev.Sent, ev.Released)
 

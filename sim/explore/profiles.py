@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from tests.protocol.ghost import Violation
+from pushkv.sim.explore.ghost import Violation
 
 if TYPE_CHECKING:
-    from tests.protocol.world import World
+    from pushkv.sim.explore.world import World
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class Driver:
 
 def play(seed: int, profile: Profile, config: Config | None = None) -> World:
     """One seed. Raises ``Violation`` when a property does not hold."""
-    from tests.protocol.world import World
+    from pushkv.sim.explore.world import World
 
     world = World(seed, profile, config)
     Driver(world).play()

@@ -15,11 +15,11 @@ from typing import Any
 
 from pushkv.model.protocol import Settings
 from pushkv.model.protocol import events as ev
-from tests.protocol.fabric import Fabric, Network
-from tests.protocol.ghost import Violation
-from tests.protocol.process import Process
-from tests.protocol.profiles import Config, Profile
-from tests.protocol.stories import text
+from pushkv.sim.explore.fabric import Fabric, Network
+from pushkv.sim.explore.ghost import Violation
+from pushkv.sim.explore.process import Process
+from pushkv.sim.explore.profiles import Config, Profile
+from pushkv.sim.explore.text import text
 
 SETTINGS = Settings(
     beat_s=1.0,

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from pushkv.model.protocol import decode, encode
 from pushkv.model.protocol import events as ev
-from tests.protocol.ghost import UNIT_TOKENS, Custody, Violation, units_of
+from pushkv.sim.explore.ghost import UNIT_TOKENS, Custody, Violation, units_of
 
 if TYPE_CHECKING:
-    from tests.protocol.process import Process
-    from tests.protocol.world import World
+    from pushkv.sim.explore.process import Process
+    from pushkv.sim.explore.world import World
 
 
 class Network:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pushkv.model.protocol import events as ev
-from tests.protocol.ghost import UNIT_TOKENS, Violation
+from pushkv.sim.explore.ghost import UNIT_TOKENS, Violation
 
 if TYPE_CHECKING:
-    from tests.protocol.process import Process
-    from tests.protocol.world import Request
+    from pushkv.sim.explore.process import Process
+    from pushkv.sim.explore.world import Request
 
 
 def units(tokens: int) -> int:

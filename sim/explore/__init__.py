@@ -1,0 +1,5 @@
+"""Exploration: the machines of ``model/protocol`` in a world that means them harm, checked against ghost state.
+
+``world`` holds engines (``process``, ``host``), the network and the adversarial memory (``fabric``); ``ghost`` knows
+what is true and raises ``Violation``; ``profiles`` says how unkind a world is and plays one seed.
+"""
