@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pushkv.model.layout import LayoutError, Part, Shard, block_table, plan_scatter
+from pushkv.model.protocol import GAVE_WAY
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.reference.memory import aligned, name_blocks, name_segments, part_offset, read_notice
+from pushkv.reference.grants import aligned, name_blocks, name_segments, part_offset, read_notice
+from pushkv.reference.metric_names import label
 from pushkv.reference.office import Loaded, Total
 from pushkv.reference.ports import BlockIds
 from pushkv.reference.transport import agent_name
@@ -191,7 +193,7 @@ class Landing:
                 if inbound.packed:
                     inbound.pieces = self._pieces(inbound)
                 self._drop_attempts(inbound)
-                self.rank.count("landed")
+                self.rank.count("transfers_received")
                 self.rank.record(
                     {
                         "side": "receive",
@@ -204,7 +206,8 @@ class Landing:
                     }
                 )
         elif isinstance(report, ev.Broken):
-            self.rank.count(f"broken: {report.reason}")
+            cancelled = report.reason in ("cancelled", "aborted", GAVE_WAY)
+            self.rank.count("transfers_cancelled" if cancelled else f"transfers_failed:{label(report.reason)}")
         elif isinstance(report, ev.Settled):
             self.forget(report.transfer_id)
 

@@ -149,15 +149,21 @@ class Office:
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """Totals since the start, and what is held now."""
+        """Totals since the start; names in ``metric_names``."""
+        return dict(self._counters)
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """What is held now; names in ``metric_names``."""
         receiving, sending = self.ledger.open()
-        held = {
-            "open_receiving": float(receiving),
-            "open_sending": float(sending),
+        segments = self.ledger.segments
+        return {
+            "open_incoming": float(receiving),
+            "open_outgoing": float(sending),
             "quarantined": float(self.ledger.quarantined()),
-            "landing_free_segments": float(self.ledger.landing_free),
+            "landing_segments": float(segments),
+            "landing_segments_used": float(segments - self.ledger.landing_free),
         }
-        return {**self._counters, **{name: float(n) for name, n in self.ledger.counters.items()}, **held}
 
     @property
     def waiting(self) -> bool:
@@ -217,7 +223,7 @@ class Office:
         except ValueError as error:
             self._tell(ev.Fail(transfer_id, str(error), True), now)
             return
-        self._count("arrived_packed" if packed else "arrived_direct")
+        self._count("path:packed" if packed else "path:direct")
         fanout = max(1, self.ranks // peer.tp_size)
         segments = self._segments(tokens, len(rows[0])) if packed else 0
         self._step(ev.Arrived(transfer_id, peer.engine_id, tuple(rows), tokens, packed, segments, fanout), now)
@@ -247,8 +253,6 @@ class Office:
 
     def _tell(self, action: ev.Record, now: float) -> None:
         self._news.append(action)
-        if isinstance(action, ev.Fail):
-            self._count(f"failed: {action.reason}")
         if self.trace is not None:
             self.trace.verdict(now, action)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pushkv.model.layout import Layout
-from pushkv.reference import evidence, mailbox, memory
+from pushkv.reference import evidence, grants, mailbox
 from pushkv.reference.copies import Copier
 from pushkv.reference.facts import Facts, Landing, Region
 from pushkv.reference.office import Office
@@ -81,8 +81,8 @@ def open_rank(setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[A
         rank=rank,
         landing_bytes=landing.count * segment,
         staging_bytes=staging.count * segment,
-        bytes_per_token=memory.token_bytes(layout),
-        bytes_per_request=memory.request_bytes(layout),
+        bytes_per_token=grants.token_bytes(layout),
+        bytes_per_request=grants.request_bytes(layout),
         door=door.address if door is not None else "",
     )
     if door is not None:
@@ -108,7 +108,7 @@ def open_office(setup: EngineSetup, cards: Sequence[RankCard], local: Rank | Non
             path=settings.path,
             segment_bytes=settings.segment_bytes,
             token_bytes=card.bytes_per_token,
-            landing_bytes=lambda tokens, links: tokens * card.bytes_per_token + card.bytes_per_request + memory.ALIGN * links,
+            landing_bytes=lambda tokens, links: tokens * card.bytes_per_token + card.bytes_per_request + grants.ALIGN * links,
             deliver=deliver,
             wake=wake,
             stop=stop,

@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from pushkv.reference import facts as facts_
 from pushkv.reference.fellow import Fellow
 from pushkv.reference.landing import Landing, Loading
 from pushkv.reference.office import Forget, Office, Open, Table, Total
-from pushkv.reference.ports import BlockIds
+from pushkv.reference.ports import BlockIds, RankCard
 from pushkv.reference.sending import Sending
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RECORDS = 4096
+"""Records of hand-overs that wait to be fetched at the most."""
 IDLE_S = 1.0
 """Longest sleep when nothing is open: words and commands wake the thread."""
 OPEN_MS = 1
@@ -96,7 +98,8 @@ class Rank:
         self._asked = 0.0
         self._connecting = ThreadPoolExecutor(2, thread_name_prefix="pushkv-connect")
         self._open = self._looks = 0
-        self.records: deque[dict[str, Any]] = deque(maxlen=4096)
+        self.records: deque[dict[str, Any]] = deque(maxlen=RECORDS)
+        self.card: RankCard | None = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._asleep = False
         channel.poller.register(self._wake_fd, zmq.POLLIN)
@@ -141,6 +144,29 @@ class Rank:
         loading = Loading(transfer_id, block_ids, first)
         self.receive(loading)
         return loading
+
+    def fence(self, transfer_ids: Sequence[str]) -> None:
+        """Return when nothing reads the blocks of these preempted prompts. Whole prompts are gathered when they are
+        finished, and what is finished is held and not preempted: there is nothing to wait for.
+        """
+
+    def drain_records(self) -> Sequence[Mapping[str, Any]]:
+        """Records of the transfers that ended since the last call."""
+        found = []
+        while self.records:
+            found.append(self.records.popleft())
+        return found
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """What is held now; names in ``metric_names``."""
+        return {
+            "staging_bytes": float(self.sending.staging.count * self.sending.staging.segment_bytes),
+            "staging_bytes_used": float(self.endpoint.sender.staged_bytes),
+            "writes_open": float(self.sending.writes_open),
+            "leases": float(len(self.sending.prompts)),
+            "peers": float(len(self.fellows)),
+        }
 
     def wake(self) -> None:
         """Have the thread look."""
@@ -206,7 +232,8 @@ class Rank:
             try:
                 message = decode(frame)
             except MessageError as error:
-                self.count(f"frame {error.kind}")
+                log.debug("a frame of %s: %s", link, error)
+                self.count("messages_refused")
                 continue
             if self.landing.heard(link, message):
                 self.pending.append(ev.Received(link, message))
@@ -321,7 +348,6 @@ class Rank:
             log.error("%s to %s: %s", type(message).__name__, action.link, error)
             self.count("oversized")
             return
-        self.count(type(message).__name__)
         if not self.channel.send(action.link, frame):
             self.count("unsent")
 
@@ -336,6 +362,7 @@ class Rank:
             fellow, refusal = None, str(error)
         if fellow is None:
             log.warning("no transfer with %s/%d: %s", *link, refusal)
+            self.count("peers_refused")
             self.pending.append(ev.Unfit(link, incarnation, refusal[:4096]))
             return
         self.fellows[link] = fellow
@@ -393,6 +420,8 @@ class Rank:
 
     def record(self, record: dict[str, Any]) -> None:
         """Keep the record of one hand-over, for the metrics and the trace."""
+        if len(self.records) == RECORDS:
+            self.count("records_dropped")
         self.records.append(record)
         if self.trace is not None:
             self.trace.record(record)

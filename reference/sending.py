@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from pushkv.model.layout import BlockTable, LayoutError, Part, Shard, block_table, plan, plan_gather
 from pushkv.model.protocol import events as ev
-from pushkv.reference.memory import GrantError, notice_of, part_offset, read_blocks, read_segments
+from pushkv.reference.grants import GrantError, notice_of, part_offset, read_blocks, read_segments
+from pushkv.reference.metric_names import label
 from pushkv.reference.office import Table
 from pushkv.reference.pools import SegmentPool, cross, spread
 from pushkv.reference.ports import BlockIds
@@ -109,6 +110,11 @@ class Sending:
         """Whether something here must be looked at again at once."""
         return bool(self._gathering or self._writes)
 
+    @property
+    def writes_open(self) -> int:
+        """Writes posted and not complete."""
+        return len(self._writes)
+
     # ------------------------------------------------------------ what the host says
 
     def begin(self, command: ev.Begin, now: float) -> None:
@@ -130,8 +136,15 @@ class Sending:
                 prompt.blocks = prompt.tables = None
         elif isinstance(report, ev.Sent):
             prompt = self.prompts.pop(report.transfer_id, None)
-            self.rank.count("sent" if report.ok else f"not sent: {report.reason}")
+            if report.ok:
+                self.rank.count("transfers_sent")
+            elif report.reason == "cancelled":
+                self.rank.count("transfers_cancelled")
+            else:
+                self.rank.count(f"transfers_failed:{label(report.reason)}")
             if prompt is not None:
+                self.rank.count("bytes_sent", prompt.bytes)
+                self.rank.count("descriptors", prompt.descriptors)
                 self.rank.record(
                     {
                         "side": "send",
@@ -145,7 +158,7 @@ class Sending:
                         "gather_s": prompt.gather_s,
                         "post_s": prompt.post_s,
                         "wire_s": prompt.wire_s,
-                        "after_prefill_s": now - prompt.computed_s if prompt.computed_s else 0.0,
+                        "handover_s": now - prompt.computed_s if prompt.computed_s else 0.0,
                     }
                 )
 
@@ -320,7 +333,7 @@ class Sending:
             return
         if state == "broken" and not posted.broken:
             posted.broken = True
-            rank.count("write broken")
+            rank.count("writes_broken")
             rank.pending.append(ev.WriteBroken(handle))
         if (posted.broken or posted.stopping) and rank.transport.release(posted.write):
             self._over(handle, ev.WriteQuiet(handle))
