@@ -52,7 +52,10 @@ def links(raw: bytes) -> tuple[Link, Link] | None:
         return None
 
 
-def routing_id(link: Link) -> bytes:
-    """Never begins with a zero byte, which ZMQ keeps for itself."""
-    name = hashlib.blake2b(link[0].encode(errors="replace"), digest_size=16).digest()
-    return b"L" + name + (link[1] & 0xFFFFFFFF).to_bytes(4, "big")
+def routing_id(to: Link, by: Link) -> bytes:
+    """Under which name the ROUTER of ``to`` knows the connection that ``by`` made to reach it. Both are part of it:
+    whoever takes the place of ``to`` must not mistake a connection meant for its predecessor for its own.
+
+    Never begins with a zero byte, which ZMQ keeps for itself.
+    """
+    return b"L" + hashlib.blake2b(head(to, by), digest_size=16).digest()

@@ -5,10 +5,10 @@ peer that does not listen may cost. Does not decide what is said, nor whether it
 the protocol says it again.
 
 Every rank listens on one ROUTER and opens one DEALER per peer that it addresses first. A message is two frames: the
-head (version, for whom, from whom) and the protocol's frame. A DEALER's routing id follows from its link, so the ROUTER
-answers whoever was admitted as that link last, and keeps nothing once the connection is gone. Somebody who is addressed
-by another's name says so with an empty frame: a process that answers at an endpoint which another has answered at
-before has taken its place (evidence E2, see ``replaced``).
+head (version, for whom, from whom) and the protocol's frame. A DEALER's routing id follows from the two links, so the
+ROUTER answers whoever was admitted as that link last, and keeps nothing once the connection is gone. Somebody who is
+addressed by another's name says so with an empty frame: a process that answers at an endpoint at which another has
+answered before has taken its place (evidence E2, see ``replaced``).
 
 Memory: per link at most ``HIGH_WATER`` frames of up to ``SMALL_BYTES`` and ``WINDOW_BYTES`` of larger ones wait for a
 peer that does not read. Whoever holds the secret is trusted not to exhaust memory on purpose.
@@ -65,7 +65,6 @@ class SideChannel:
         self._keys: Keys | None = None if secret is None else derive(secret)
         self._reconnect_ms, self._silent_ms = max(1, round(reconnect_s * 1000)), max(3, round(silent_s * 1000))
         envelope.head(me, me)  # refuses a name that cannot be sent
-        self._routing_id = envelope.routing_id(me)
         address = addresses.listening(host, secured=secret is not None)
         self._peers: dict[Link, _Peer] = {}
         self._by_socket: dict[zmq.Socket[bytes], _Peer] = {}
@@ -143,7 +142,7 @@ class SideChannel:
             head = envelope.head(link, self.me)
             dealer = self._socket(zmq.DEALER)
             dealer.set(zmq.AFFINITY, 2)
-            dealer.set(zmq.ROUTING_ID, self._routing_id)
+            dealer.set(zmq.ROUTING_ID, envelope.routing_id(link, self.me))
             dealer.set(zmq.IPV6, int(":" in host))
             if self._keys is not None:
                 dealer.set(zmq.CURVE_SERVERKEY, self._keys.server.public)
@@ -204,9 +203,8 @@ class SideChannel:
             if peer is not None:
                 peer.dealer.send_multipart((peer.head, frame), zmq.DONTWAIT)
             else:
-                self._router.send_multipart(
-                    (envelope.routing_id(link), envelope.head(link, self.me), frame), zmq.DONTWAIT
-                )
+                route = envelope.routing_id(self.me, link)
+                self._router.send_multipart((route, envelope.head(link, self.me), frame), zmq.DONTWAIT)
         except zmq.Again:
             return self._drop("full")
         except (zmq.ZMQError, ValueError):
@@ -247,7 +245,7 @@ class SideChannel:
         if opened is None:
             return
         to, link, frame = opened
-        if parts[0] != envelope.routing_id(link):
+        if parts[0] != envelope.routing_id(to, link):
             self._drop("misnamed")
         elif not frame:
             self._drop("malformed")

@@ -110,7 +110,7 @@ def test_knowing_the_public_key_is_not_enough() -> None:
             public,
             secret,
         )
-        thief.setsockopt(zmq.ROUTING_ID, envelope.routing_id(D))
+        thief.setsockopt(zmq.ROUTING_ID, envelope.routing_id(P, D))
         thief.connect(f"tcp://127.0.0.1:{p.port}")
         thief.send_multipart((envelope.head(P, D), b"x"))
         assert until(lambda: p.counters.get("denied", 0) > 0, [p])
@@ -123,7 +123,7 @@ def test_a_name_that_is_not_the_speakers() -> None:
     context = zmq.Context()
     with channel(P, None) as p:
         liar = context.socket(zmq.DEALER)
-        liar.setsockopt(zmq.ROUTING_ID, envelope.routing_id(("E", 0)))
+        liar.setsockopt(zmq.ROUTING_ID, envelope.routing_id(P, ("E", 0)))
         liar.connect(f"tcp://127.0.0.1:{p.port}")
         liar.send_multipart((envelope.head(P, D), b"x"))
         assert until(lambda: p.counters == {"misnamed": 1}, [p])
@@ -228,6 +228,9 @@ def test_another_engine_in_its_place_is_told_and_not_heard() -> None:
             assert d.replaced() == [P] and d.replaced() == []
             d.open(("Q", 0), "127.0.0.1", first.port)
             assert answers(d, ("Q", 0), b"3")
+            for n in range(100):  # neither link to the one endpoint drives the other out
+                assert d.send(P, b"x") and d.send(("Q", 0), b"%d" % n)
+            assert gather(d, 100) == [(("Q", 0), b"%d" % n) for n in range(100)]
 
 
 def test_a_wrong_address_proves_nothing() -> None:
@@ -319,7 +322,7 @@ def test_churn_leaves_nothing_behind() -> None:
                 keys = derive(SECRET)
                 one.curve_serverkey = keys.server.public
                 one.curve_publickey, one.curve_secretkey = keys.client.public, keys.client.secret
-                one.setsockopt(zmq.ROUTING_ID, envelope.routing_id(link))
+                one.setsockopt(zmq.ROUTING_ID, envelope.routing_id(P, link))
                 one.connect(f"tcp://127.0.0.1:{p.port}")
                 one.send_multipart((envelope.head(P, link), b"x"))
                 assert gather(p, 1) == [(link, b"x")]

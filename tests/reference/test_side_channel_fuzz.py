@@ -38,7 +38,7 @@ def routed() -> Iterator[tuple[SideChannel, zmq.Socket[bytes]]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with channel(P, None) as p:
         raw = context.socket(zmq.DEALER)
-        raw.setsockopt(zmq.ROUTING_ID, envelope.routing_id(D))
+        raw.setsockopt(zmq.ROUTING_ID, envelope.routing_id(P, D))
         raw.connect(f"tcp://127.0.0.1:{p.port}")
         yield p, raw
         context.destroy(linger=0)
@@ -53,7 +53,7 @@ def dealt() -> Iterator[tuple[SideChannel, zmq.Socket[bytes]]]:
     with channel(D, None) as d:
         d.open(P, "127.0.0.1", port)
         d.send(P, b"first")
-        assert raw.recv_multipart() == [envelope.routing_id(D), envelope.head(P, D), b"first"]
+        assert raw.recv_multipart() == [envelope.routing_id(P, D), envelope.head(P, D), b"first"]
         yield d, raw
         context.destroy(linger=0)
 
@@ -79,8 +79,8 @@ def test_into_the_router(routed: tuple[SideChannel, zmq.Socket[bytes]], parts: l
 def test_into_the_dealer(dealt: tuple[SideChannel, zmq.Socket[bytes]], parts: list[bytes]) -> None:
     d, raw = dealt
     dropped = sum(d.counters.values())
-    raw.send_multipart((envelope.routing_id(D), *parts))
-    raw.send_multipart((envelope.routing_id(D), envelope.head(D, P), b"good"))
+    raw.send_multipart((envelope.routing_id(P, D), *parts))
+    raw.send_multipart((envelope.routing_id(P, D), envelope.head(D, P), b"good"))
     expected = [(P, parts[1])] if good(parts, D, P) else []
     assert gather(d, 1 + len(expected)) == [*expected, (P, b"good")]
     assert (sum(d.counters.values()) > dropped) != bool(expected)
@@ -121,7 +121,7 @@ def test_heads_are_read_or_refused(raw: bytes) -> None:
 )
 def test_heads_come_back(to: tuple[str, int], by: tuple[str, int]) -> None:
     assert envelope.links(envelope.head(to, by)) == (to, by)
-    assert (envelope.routing_id(to) == envelope.routing_id(by)) == (to == by)
+    assert (envelope.routing_id(to, by) == envelope.routing_id(by, to)) == (to == by)
 
 
 def test_versions_are_counted_apart(routed: tuple[SideChannel, zmq.Socket[bytes]]) -> None:
