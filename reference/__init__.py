@@ -1,1 +1,1 @@
-"""The vLLM connector: what it needs of vLLM and of NIXL is imported where it is used, so that the logic runs without."""
+"""The vLLM connector. What it needs of vLLM and NIXL is imported where it is used: the logic runs without them."""

@@ -69,6 +69,7 @@ class StepOrders:
 
     sent, received: requests whose blocks vLLM may free or use. failed: requests whose load failed; they are in
     `received` too, in the same step or later. invalid: blocks of `failed`, for versions that know only those.
+    preempted: transfers of prefills that have lost their blocks, which this step may overwrite.
     """
 
     load: list[Load] = field(default_factory=list)
@@ -76,6 +77,7 @@ class StepOrders:
     received: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     invalid: list[int] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.load or self.sent or self.received or self.failed)
@@ -87,6 +89,11 @@ class Office(Protocol):
     @property
     def counters(self) -> Mapping[str, float]:
         """Totals since the start, of the office and of the ledger; names in `metrics.py`."""
+        ...
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """What is so now; names in `metrics.py`."""
         ...
 
     def tell(self, event: ev.Record) -> None:
@@ -148,8 +155,17 @@ class Rank(Protocol):
         """Totals since the start; names in `metrics.py`."""
         ...
 
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """What is so now; names in `metrics.py`."""
+        ...
+
     def drain_records(self) -> Sequence[Mapping[str, Any]]:
-        """Records of the transfers that ended since the last call (bounded: old ones are dropped and counted)."""
+        """Records of the transfers that ended since the last call (bounded: old ones are dropped and counted).
+
+        Keys: direction ("send", "receive"), path ("packed", "direct"), why (the reason for the path), ok, reason,
+        bytes, descriptors, and the times that apply: gather_s, post_s, wire_s, scatter_s, handover_s.
+        """
         ...
 
     def scatter(self, transfer_id: str, block_ids: BlockIds, first: int, stop: int) -> Loading:
@@ -160,8 +176,8 @@ class Rank(Protocol):
         """
         ...
 
-    def fence(self, request_ids: Sequence[str]) -> None:
-        """Returns when nothing reads the blocks of these preempted requests any more (a gather under way)."""
+    def fence(self, transfer_ids: Sequence[str]) -> None:
+        """Returns when nothing reads the blocks of these preempted prefills any more (a gather under way)."""
         ...
 
     def stop(self, drain_s: float) -> None: ...
