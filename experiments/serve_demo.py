@@ -57,15 +57,14 @@ async def serve(prefill: Server, decode: Server) -> tuple[Handover, Any, float]:
 
 
 def show_record(trace: Path) -> None:
-    """The last record of the connector's trace, field by field."""
+    """The last hand-over in the connector's trace, field by field."""
     lines = trace.read_text(encoding="utf-8").splitlines() if trace.is_file() else []
-    if not lines:
-        say("  (this connector writes no record)")
+    records = [line[1] for line in map(json.loads, lines) if line[0] == "record"]
+    if not records:
+        say("  (no record)")
         return
-    for key, value in json.loads(lines[-1]).items():
-        if isinstance(value, float):
-            value = f"{value:.6g}"
-        row(key, str(value))
+    for key, value in records[-1].items():
+        row(key, f"{value:.6g}" if isinstance(value, float) else str(value))
 
 
 def main() -> int:

@@ -66,6 +66,7 @@ def pytest_runtest_makereport(
     if report.failed and cluster is not None:
         for server in cluster.servers():
             report.sections.append((f"log of {server.name}", server.tail(25)))
+            server.say_where()
     target = item.config.getoption("outcomes", None)
     if target and (report.when == "call" or report.failed or report.skipped):
         faults = [fault for mark in item.iter_markers("fault") for fault in mark.args]
@@ -83,8 +84,10 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture(scope="session")
 def folder() -> Path:
-    """Logs and traces; kept, and named at the end of a failed run."""
-    return Path(tempfile.mkdtemp(prefix="pushkv-e2e-"))
+    """Logs, with the stacks of all threads at a failure, and traces; kept."""
+    made = Path(tempfile.mkdtemp(prefix="pushkv-e2e-"))
+    print(f"\nservers' logs: {made}")
+    return made
 
 
 @pytest.fixture(scope="session")

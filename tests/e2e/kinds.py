@@ -29,6 +29,12 @@ class Knobs:
     landing_bytes: int | None = None
     staging_bytes: int | None = None
     segment_bytes: int | None = None
+    orphan_s: float = 5.0
+    """D waits for a prefill that P has never heard of."""
+    wait_s: float = 15.0
+    """D waits for a prefill at all."""
+    write_s: float = 8.0
+    """One write."""
     policy: str = "fail"
     """What D does with a request whose hand-over failed: ``fail`` or ``recompute``."""
     trace: bool = False
@@ -59,6 +65,11 @@ class Kind:
             "path": knobs.path,
             "lease_s": knobs.lease_s,
             "dead_peer_s": knobs.dead_peer_s,
+            "beat_s": 0.3,
+            "orphan_s": knobs.orphan_s,
+            "wait_s": knobs.wait_s,
+            "write_s": knobs.write_s,
+            "fabric_drain_s": 0.5,
             "landing_bytes": knobs.landing_bytes,
             "staging_bytes": knobs.staging_bytes,
             "segment_bytes": knobs.segment_bytes,

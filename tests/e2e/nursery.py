@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -126,6 +127,7 @@ def _become_server(order: Mapping[str, object]) -> int:
     log = os.open(str(order["log"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
+    faulthandler.register(signal.SIGUSR1, file=2)  # a server that hangs can be asked where
     env = dict(order["env"])  # type: ignore[call-overload]
     os.environ.update(env)
     sys.path[:0] = [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part]

@@ -215,6 +215,12 @@ class Server:
                         total += int((entry / "statm").read_text(encoding="ascii").split()[1])
         return total * os.sysconf("SC_PAGE_SIZE") / 2**20
 
+    def say_where(self) -> None:
+        """Have every thread of the server write its stack into the log."""
+        if self.alive:
+            self.signal(signal.SIGUSR1)
+            time.sleep(0.5)
+
     def tail(self, lines: int = 40) -> str:
         """The end of the log."""
         if not self.log.is_file():

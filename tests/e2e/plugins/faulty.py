@@ -8,7 +8,7 @@ The test writes one word per line into the file ``$E2E_FAULT_FILE``, the connect
 * ``lose``: the notice that a write is complete is not sent; ``double``: it is sent twice;
 * ``slow``: getting to know a new peer takes until the word is gone.
 
-Both classes only wrap the calls by which their parent moves bytes.
+What goes wrong is NIXL in both connectors, and pushkv's own notice on its side channel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def wait_while(word: str) -> None:
 
 
 class _FaultyAgent:
-    """A NIXL agent under vLLM's own connector, which polls it from two threads."""
+    """A NIXL agent."""
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent
@@ -98,65 +98,37 @@ else:
 
 
 try:
+    from pushkv.model.protocol import MessageError, decode
+    from pushkv.model.protocol.messages import Written
+    from pushkv.reference import transport
     from pushkv.reference.connector import PushConnector
     from pushkv.reference.side_channel import SideChannel
-    from pushkv.reference.transport import Transport, TransportError
-except ImportError:
-    pass
+except ImportError as error:
+    if "pushkv" not in str(error):
+        raise
 else:
+    _make_agent = transport.make_agent
+    _send = SideChannel.send
 
-    class _Held:
-        """A write that has been posted in everybody's eyes but the network's."""
+    def _faulty_agent(*arguments: Any) -> _FaultyAgent:
+        return _FaultyAgent(_make_agent(*arguments))
 
-        def __init__(self, fail: bool, post: Any) -> None:
-            self.until = time.monotonic() + ERROR_S if fail else None
-            self.post = post
-            self.real: Any = None
-
-    class _FaultyTransport(Transport):
-        def connect(self, metadata: bytes) -> str:
-            wait_while("slow")
-            return super().connect(metadata)
-
-        def post(self, *arguments: Any, **more: Any) -> Any:
-            words = told()
-            if "raise" in words:
-                raise TransportError("told to raise")
-            if words & {"hold", "error"}:
-                return _Held("error" in words, lambda: super(_FaultyTransport, self).post(*arguments, **more))
-            return super().post(*arguments, **more)
-
-        def poll(self, write: Any) -> str:
-            if not isinstance(write, _Held):
-                return super().poll(write)
-            if write.until is not None:
-                return "active" if time.monotonic() < write.until else "broken"
-            if write.real is None:
-                if "hold" in told():
-                    return "active"
-                write.real = write.post()
-            return super().poll(write.real)
-
-        def release(self, write: Any) -> bool:
-            if not isinstance(write, _Held):
-                return super().release(write)
-            if write.until is not None:
+    def _faulty_send(channel: SideChannel, link: Any, frame: bytes) -> bool:
+        words = told() & {"lose", "double"}
+        if words and _is_written(frame):
+            if "lose" in words:
                 return True
-            return self.poll(write) != "active" and super().release(write.real)
+            _send(channel, link, frame)
+        return _send(channel, link, frame)
 
-    class _FaultySideChannel(SideChannel):
-        def send(self, link: Any, frame: bytes) -> bool:
-            words = told()
-            if b"written" in frame.lower():
-                if "lose" in words:
-                    return True
-                if "double" in words:
-                    super().send(link, frame)
-            return super().send(link, frame)
+    def _is_written(frame: bytes) -> bool:
+        try:
+            return isinstance(decode(frame), Written)
+        except MessageError:
+            return False
+
+    transport.make_agent = _faulty_agent
+    SideChannel.send = _faulty_send  # type: ignore[method-assign]
 
     class FaultyPushConnector(PushConnector):
         """pushkv's."""
-
-    import pushkv.reference.rank as _rank
-
-    _rank.Transport, _rank.SideChannel = _FaultyTransport, _FaultySideChannel
