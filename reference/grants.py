@@ -1,9 +1,9 @@
 """How memory is named between two connectors, and how much of it a transfer needs.
 
-A ``Grant`` (or an exposed ``Register``) carries ``memory`` as a flat list: ``[PACKED, offset, segment, ...]``: the shard's
-bytes begin ``offset`` bytes into these landing segments, one after the other; or ``[DIRECT, first_token, blocks, ...]``: one
-list of block ids per cache group, of which slot 0 of the first block holds token ``first_token``. Whatever comes from
-the network is checked here before an address is made of it.
+A ``Grant`` (or an exposed ``Register``) carries ``memory`` as a flat list. ``[PACKED, offset, segment, ...]``: the
+shard's bytes begin ``offset`` bytes into these landing segments, one after the other. ``[DIRECT, first_token, blocks,
+...]``: one list of block ids per cache group, of which slot 0 of the first block holds token ``first_token``. Whatever
+comes from the network is checked here before an address is made of it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def read_segments(memory: Any, count: int, segment_bytes: int, offset: int, size
 
 
 def read_blocks(memory: Any, groups: int) -> tuple[int, list[list[int]]]:
-    """(first token, block ids per group) of a direct grant. Ranges are checked by the planner. Raises ``GrantError``."""
+    """(first token, block ids per group) of a direct grant; ranges are the planner's to check. Raises ``GrantError``."""
     if not isinstance(memory, (list, tuple)) or len(memory) != 2 + groups or memory[0] != DIRECT:
         raise GrantError(f"not the name of blocks in {groups} groups")
     tables = list(memory[2:])
@@ -105,6 +105,4 @@ def read_blocks(memory: Any, groups: int) -> tuple[int, list[list[int]]]:
 
 
 def _is_numbers(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(
-        type(number) is int and 0 <= number < 1 << 62 for number in value
-    )
+    return isinstance(value, (list, tuple)) and all(type(number) is int and 0 <= number < 1 << 62 for number in value)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+
 class Open(msgspec.Struct, frozen=True):
     """To a rank: ``link`` listens at ``host:port``."""
 

@@ -108,7 +108,9 @@ def open_office(setup: EngineSetup, cards: Sequence[RankCard], local: Rank | Non
             path=settings.path,
             segment_bytes=settings.segment_bytes,
             token_bytes=card.bytes_per_token,
-            landing_bytes=lambda tokens, links: tokens * card.bytes_per_token + card.bytes_per_request + grants.ALIGN * links,
+            landing_bytes=lambda tokens, links: (
+                tokens * card.bytes_per_token + card.bytes_per_request + grants.ALIGN * links
+            ),
             deliver=deliver,
             wake=wake,
             stop=stop,
@@ -121,4 +123,3 @@ def open_office(setup: EngineSetup, cards: Sequence[RankCard], local: Rank | Non
     local.office = office
     local.start()
     return office
-
