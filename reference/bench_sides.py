@@ -93,7 +93,9 @@ class _Side:
         import torch
 
         self.torch, self.sizes, self.other = torch, sizes, other
-        torch.set_num_threads(1)  # two processes share the machine, as two engines do; more threads would wait for a core
+        torch.set_num_threads(
+            1
+        )  # two processes share the machine, as two engines do; more threads would wait for a core
         self.device = torch.device("cuda", 0) if sizes.device == "cuda" else torch.device("cpu")
         self.layout = layout_of(sizes, "PD"[rank])
         (self.shard,) = pair([layout_of(sizes, "P")], [layout_of(sizes, "D")])
