@@ -16,7 +16,7 @@ from pushkv.reference import bench_transfer
 from pushkv.sim import cli
 
 HERE = all(importlib.util.find_spec(module) for module in ("torch", "nixl"))
-SMALL = ["--tokens", "64,256", "--runs", "1,4,all", "--layers", "2", "--repeats", "2", "--segment-bytes", "100000"]
+SMALL = ["--tokens", "64,256", "--runs", "1,4,all", "--layers", "2", "--repeats", "1", "--segment-bytes", "100000"]
 
 
 @pytest.mark.parametrize(
