@@ -145,6 +145,37 @@ def _validate(options: argparse.Namespace) -> int:
     return 0 if found.passed else _EXIT_FAILED_CHECK
 
 
+def _bench_transfer(options: argparse.Namespace) -> int:
+    from pushkv.reference import bench_transfer
+
+    for flag, path in (("--json", options.json), ("--csv", options.csv)):
+        if path not in (None, "-"):
+            _check_writable(flag, path)
+    if options.json == options.csv == "-":
+        raise BadInput("--json - and --csv - both mean stdout; give one of them a file")
+    try:
+        request = bench_transfer.Request(
+            backend=options.backend,
+            device=options.device,
+            layout=options.layout,
+            tokens=tuple(_whole("--tokens", value) for value in options.tokens.split(",")),
+            runs=tuple(0 if run == "all" else _whole("--runs", run) for run in options.runs.split(",")),
+            layers=_whole("--layers", options.layers),
+            segment_bytes=_whole("--segment-bytes", options.segment_bytes),
+            repeats=_whole("--repeats", options.repeats),
+        )
+        found = bench_transfer.run(request, lambda text: print(text, file=sys.stderr))
+    except bench_transfer.BenchError as error:
+        raise BadInput(str(error)) from None
+    if options.csv not in (None, "-"):
+        _write_text("--csv", options.csv, bench_transfer.to_csv(found))
+    if options.csv == "-":
+        print(bench_transfer.to_csv(found), end="")
+    else:
+        _emit(options.json, found, report.table(bench_transfer.table_rows(found)))
+    return 0 if all(row["bytes_equal"] for row in found["rows"]) else _EXIT_FAILED_CHECK
+
+
 def _whole(flag: str, value: str) -> int:
     return int(Setting("", kind="whole").parse(flag, value))
 
@@ -216,6 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     _scenario_command(commands, "compare", _compare, "the modes side by side, with the same arrivals")
     _calibrate_command(commands)
     _validate_command(commands)
+    _bench_transfer_command(commands)
     return parser
 
 
@@ -249,6 +281,25 @@ def _validate_command(commands: Any) -> None:
     parser.add_argument("--data", metavar="FOLDER", help="measurements (default: those of the project)")
     parser.add_argument("--json", metavar="FILE|-", help="write JSON; - is stdout, which then holds nothing else")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar on stderr")
+
+
+def _bench_transfer_command(commands: Any) -> None:
+    help = "direct against packed writes between two processes on this machine, over real NIXL"
+    parser = commands.add_parser("bench-transfer", help=help, description=help.capitalize() + ".", allow_abbrev=False)
+    parser.set_defaults(command=_bench_transfer)
+    for flag, metavar, default, text in (
+        ("backend", "UCX|LIBFABRIC", "UCX", "NIXL's backend"),
+        ("device", "cpu|cuda", "cpu", "where the caches lie; cuda takes two devices"),
+        ("layout", "apart|interleaved", "apart", "K and V of a block"),
+        ("tokens", "N,...", "1024,4096", "sizes of the prompt"),
+        ("runs", "N,...", "1,4,16,all", "blocks that follow each other in memory"),
+        ("layers", "N", "8", "layers, of 8 KV heads of 128 bfloat16 each"),
+        ("segment-bytes", "N", str(2 << 20), "segments of staging and landing memory"),
+        ("repeats", "N", "5", "measurements of which the median is shown"),
+    ):
+        parser.add_argument(f"--{flag}", metavar=metavar, default=default, help=f"{text} (default: {default})")
+    parser.add_argument("--json", metavar="FILE|-", help="write JSON; - is stdout, which then holds nothing else")
+    parser.add_argument("--csv", metavar="FILE|-", help="write CSV that `pushkv calibrate` reads; - is stdout")
 
 
 def _scenario_command(commands: Any, name: str, command: Any, help: str) -> None:
