@@ -105,7 +105,11 @@ class Office(Protocol):
         ...
 
     def command(self, command: ev.Record) -> None:
-        """A command for the sending side of all ranks: `Computed`, `Preempted`, `GiveWay`, `Abort`."""
+        """A command for the sending side of all ranks: `Computed`, `Preempted`, `GiveWay`, `Abort`.
+
+        In one order with `tell`: what the ledger makes of an earlier event (`Begin` of a `Hold`) reaches the ranks
+        before a later command; a rank does not know a transfer that has not begun, and drops what is said about it.
+        """
         ...
 
     def blocks(self, transfer_id: str, block_ids: BlockIds) -> None:
