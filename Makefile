@@ -1,7 +1,8 @@
-# Two commands do everything on a machine that has only Python 3.11+, pip and make:
+# Three commands do everything on a machine that has only Python 3.11+, pip and make:
 #   make demo    the comparison of pull, push and pushkv
-#   make test    all tests
-# Both set up .venv themselves, once. PYTHON=python3.12 picks another interpreter; PIP_* settings are honoured.
+#   make test    all tests but those on real servers
+#   make e2e     the tests on real vLLM servers (no GPU needed; Python 3.11 or 3.12, 7 GB of packages)
+# They set up .venv (and .venv-e2e) themselves, once. PYTHON=python3.12 picks another interpreter; PIP_* settings are honoured.
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,13 +12,18 @@ EXTRAS := dev plot parquet progress
 comma := ,
 space := $(subst ,, )
 PYTEST_ARGS ?= -n auto
+E2E_VENV := .venv-e2e
+E2E_STAMP := $(E2E_VENV)/.pushkv-ready
+E2E_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format lock clean
+.PHONY: help setup demo test e2e serve-demo lint format lock clean
 
 help:
 	@echo "make demo    compare pull, push and pushkv, beside measurements"
 	@echo "make test    run all tests"
+	@echo "make e2e     run the tests on real vLLM servers (E2E_ARGS=... goes to pytest)"
+	@echo "make serve-demo  hand a prompt over between two real vLLM servers"
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make lock    renew uv.lock"
@@ -47,6 +53,25 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# vLLM's pins need overrides, which pip does not have: this one needs uv.
+$(E2E_STAMP): pyproject.toml tests/e2e/requirements.txt tests/e2e/overrides.txt | $(STAMP)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || \
+	  { echo "vLLM for CPUs needs Python 3.11 or 3.12; try: make PYTHON=python3.12 e2e" >&2; exit 1; }
+	@echo "setting up $(E2E_VENV) (7 GB)"
+	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
+	@test -x $(E2E_VENV)/bin/python || $(BIN)/uv venv --quiet --python "$$(command -v $(PYTHON))" $(E2E_VENV)
+	@SSL_CERT_FILE="$${SSL_CERT_FILE:-$$PIP_CERT}" UV_HTTP_TIMEOUT="$${UV_HTTP_TIMEOUT:-300}" \
+	  UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$${PIP_INDEX_URL:-https://pypi.org/simple}}" \
+	  $(BIN)/uv pip install --quiet --python $(E2E_VENV)/bin/python --override tests/e2e/overrides.txt \
+	  -r tests/e2e/requirements.txt -e .
+	@touch $@
+
+e2e: $(E2E_STAMP)
+	$(E2E_VENV)/bin/python -m pytest --confcutdir=tests/e2e tests/e2e $(E2E_ARGS)
+
+serve-demo: $(E2E_STAMP)
+	@$(E2E_VENV)/bin/python experiments/serve_demo.py
+
 lint: $(STAMP) .typing/pushkv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -66,4 +91,4 @@ lock: $(STAMP)
 	env -u UV_INDEX_URL -u UV_DEFAULT_INDEX $(BIN)/uv lock --no-config --default-index https://pypi.org/simple
 
 clean:
-	rm -rf $(VENV) .typing build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(E2E_VENV) .typing build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
