@@ -91,6 +91,8 @@ def layouts_of(
             if layer not in kv_caches:
                 raise CacheError(f"layer {layer!r} is in the cache configuration, but its cache was not registered.")
             tensor = kv_caches[layer]
+            if isinstance(tensor, (list, tuple)):
+                raise CacheError(f"layer {layer!r} has several tensors for its cache: not supported.")
             place = (number, tensor.data_ptr(), *tensor.shape, *tensor.stride())
             if place in seen:
                 continue  # reads another layer's cache
@@ -140,8 +142,6 @@ def _check_names(kv_caches: Mapping[str, Any], parts: Sequence[Any], seen: Mappi
 def _parts(
     layer: str, tensor: Any, spec: LayerSpec, num_blocks: int, ranks: Ranks, cpu: CpuFormat | None
 ) -> Iterator[_Part]:
-    if not hasattr(tensor, "stride"):
-        raise CacheError(f"layer {layer!r} has several tensors for its cache: not supported.")
     size, shape = int(tensor.element_size()), tuple(int(extent) for extent in tensor.shape)
     strides = tuple(int(stride) * size for stride in tensor.stride())
     axes = _axes(layer, shape, spec, num_blocks)

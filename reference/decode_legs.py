@@ -52,7 +52,7 @@ class Books(enum.Enum):
 class _Leg:
     __slots__ = (
         "asked_from", "base", "blocks", "books", "direct", "identity", "length", "peer", "prompt", "reason",
-        "request_id", "starved", "state", "tokens", "unwanted",
+        "request_id", "starved", "state", "steps_back", "tokens", "unwanted",
     )  # fmt: skip
 
     def __init__(self, request_id: str, prompt: int, length: int, tokens: int) -> None:
@@ -66,7 +66,7 @@ class _Leg:
         self.books = Books.UNTOLD
         self.identity: Identity | None = None
         self.peer: Address | None = None
-        self.direct = self.starved = False
+        self.direct = self.starved = self.steps_back = False
         self.unwanted = False  # the books are to be closed whatever comes
         self.blocks: BlockIds = ()
         self.reason = ""
@@ -87,7 +87,7 @@ class DecodeLegs:
         self._legs: dict[str, _Leg] = {}  # by request id, while vLLM has the request
         self._keys: dict[str, _Leg] = {}  # by key, while the books have the transfer
         self._unasked: dict[str, _Leg] = {}  # NEW: told at the end of the step, asked or not
-        self._hungry: dict[str, _Leg] = {}  # answered with tokens to load asynchronously in this pass, no blocks yet
+        self._hungry: dict[str, _Leg] = {}  # told of tokens to load in this pass, and no blocks since
         self._orders = StepOrders()
         self._held = 0  # direct: requests whose blocks vLLM keeps for us
         self._handlers = {
@@ -148,9 +148,15 @@ class DecodeLegs:
             self._arrive(leg, computed)
             return LATER if leg.state is State.WAITING else NOTHING
         leg.asked_from = computed
+        if leg.steps_back:  # there were no blocks for it: older versions look at nobody behind it then
+            leg.steps_back = False
+            return LATER
         if state is State.READY:
             useful = self._useful(leg, computed)
-            return (useful, False) if useful > 0 and computed >= leg.base else NOTHING
+            if useful <= 0 or computed < leg.base:
+                return NOTHING
+            self._hungry[request.request_id] = leg
+            return useful, False
         if state is State.ADMITTED:
             if computed != leg.base:  # the blocks would not be those that were asked for
                 self._count("transfers_cancelled:local prefix has changed")
@@ -160,7 +166,10 @@ class DecodeLegs:
             return leg.length - computed, True
         if state is State.FAILED and not self._rules.recompute and self._rules.may_fail:
             some = min(self._rules.block_tokens, self._useful(leg, computed))
-            return (some, True) if some > 0 else NOTHING
+            if some <= 0:
+                return NOTHING
+            self._hungry[request.request_id] = leg
+            return some, True
         return NOTHING
 
     def allocated(self, request: RequestLike, blocks: Any, external: int) -> None:
@@ -169,6 +178,7 @@ class DecodeLegs:
         if leg is None or leg.state is State.DONE:
             return
         state = leg.state
+        self._hungry.pop(leg.request_id, None)
         if not external:  # nothing to load: a local prefix that covers it, another connector, or a failure
             if state is State.HOLDING or state is State.FAILING:
                 return
@@ -180,7 +190,6 @@ class DecodeLegs:
             self._close(leg)  # the ranks say Loaded
             leg.state = State.DONE
         elif state is State.ADMITTED:
-            self._hungry.pop(leg.request_id, None)
             leg.blocks = self._rules.select(blocks.get_block_ids())
             leg.state = State.HOLDING
             self._held += 1
@@ -213,7 +222,8 @@ class DecodeLegs:
         for leg in list(self._unasked.values()):  # vLLM had no slot to ask for it: P need not wait for that
             self._arrive(leg, 0)
         for leg in self._hungry.values():
-            if not computes and not leg.starved:
+            leg.steps_back = True
+            if leg.state is State.ADMITTED and not computes and not leg.starved:
                 leg.starved = True
                 self._office.tell(ev.Starved(leg.key))
         self._hungry.clear()

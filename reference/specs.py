@@ -21,8 +21,8 @@ class CacheError(ValueError):
 class LayerSpec:
     """One layer's cache on this rank.
 
-    latent: MLA, one vector for all heads. opaque: quantised with its scales between the elements: bytes per head and
-    token are all that is known. tp_shards: different shards over the ranks, 0 when the version does not say.
+    latent: MLA, one vector for all heads. opaque: quantised with scales between the elements: bytes per head and token
+    are all that is known. tp_shards: different shards over the ranks, 0 when the version does not say.
     """
 
     block_tokens: int
@@ -85,10 +85,14 @@ def layer_spec(spec: Any, layer: str) -> LayerSpec:
             f"layer {layer!r}: its attention backend packs heads in an order of its own; choose another one with "
             "--attention-backend (FLASH_ATTN, TRITON_ATTN)."
         )
+    if getattr(spec, "compress_ratio", 1) != 1:
+        raise CacheError(f"layer {layer!r} compresses {spec.compress_ratio} tokens into one: not supported.")
     latent = any("MLA" in name for name in _names(spec))
     dtype = str(spec.dtype).removeprefix("torch.")
     mode = getattr(spec, "kv_quant_mode", None)
-    scaled = getattr(spec, "state_content_bytes", None) is not None or bool(getattr(mode, "is_per_token_head", False))
+    scaled = getattr(spec, "state_content_bytes", None) is not None
+    if getattr(mode, "is_per_token_head", False) and not scaled:
+        raise CacheError(f"layer {layer!r} keeps its scales apart from its cache in this vLLM: not supported.")
     if mode is not None and getattr(mode, "name", "NONE") != "NONE":
         dtype += f"/{mode.name.lower()}"
     cache_dtype = getattr(spec, "cache_dtype_str", None)
@@ -104,7 +108,7 @@ def layer_spec(spec: Any, layer: str) -> LayerSpec:
         v_elements=0 if latent else int(head if second is None else second),
         dtype=dtype,
         element_bytes=size,
-        latent=latent and not scaled,
+        latent=latent,
         opaque=scaled,
         tp_shards=int(getattr(spec, "max_tp_shards", None) or 0),
     )

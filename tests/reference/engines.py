@@ -66,11 +66,19 @@ class Engine:
     """One engine of one rank; its office and its rank."""
 
     def __init__(
-        self, cluster: Cluster, name: str, *, packed: bool = True, incarnation: int = 0, **protocol: Any
+        self,
+        cluster: Cluster,
+        name: str,
+        *,
+        packed: bool = True,
+        incarnation: int = 0,
+        block_tokens: int = BLOCK,
+        **protocol: Any,
     ) -> None:
         self.cluster = cluster
         self.name = name
         self.packed = packed
+        self.block_tokens = block_tokens
         settings = Settings(**{"landing_segments": 64, **protocol})
         self.endpoint = Endpoint(incarnation or 1000 + len(cluster.engines), settings)
         self.ledger = Ledger(settings)
@@ -127,7 +135,7 @@ class Engine:
     def scatter(self, transfer_id: str, block_ids: BlockIds, first: int, stop: int) -> Engine:
         content = self.landing[tuple(self.memory[transfer_id])]
         for token in range(first, stop):
-            self.cache[block_ids[0][token // BLOCK], token % BLOCK] = content[token]
+            self.cache[self._cell(block_ids, token)] = content[token]
         self.tell(ev.Loaded(transfer_id))
         return self
 
@@ -207,8 +215,10 @@ class Engine:
                 raise AssertionError(f"unknown action {action}")
 
     def _read(self, tid: str, start: int, stop: int) -> dict[int, int]:
-        table = self.tables[tid][0]
-        return {token: self.cache[table[token // BLOCK], token % BLOCK] for token in range(start, stop)}
+        return {token: self.cache[self._cell(self.tables[tid], token)] for token in range(start, stop)}
+
+    def _cell(self, table: BlockIds, token: int) -> Cell:
+        return table[0][token // self.block_tokens], token % self.block_tokens
 
     def _write(self, post: ev.Post) -> None:
         peer = self.cluster.engines[post.link[0]]
@@ -216,7 +226,6 @@ class Engine:
         if post.packed:
             peer.landing.setdefault(tuple(post.memory), {}).update(content)
         else:
-            table = peer.tables[post.transfer_id][0]
             for token, value in content.items():
-                peer.cache[table[token // BLOCK], token % BLOCK] = value
+                peer.cache[peer._cell(peer.tables[post.transfer_id], token)] = value
         self._todo.append(("rank", ev.WriteDone(post.handle)))

@@ -395,10 +395,12 @@ def test_a_prefill_preempted_in_its_last_step_is_not_delivered() -> None:
     pair.check_nothing_left()
 
 
+@pytest.mark.parametrize("holding_first", [True, False], ids=["0.32", "0.26"])
 @PATHS
-def test_a_small_cache_on_both_sides(packed: bool) -> None:
+def test_a_small_cache_on_both_sides(packed: bool, holding_first: bool) -> None:
     """Opposite orders of admission, caches of two requests, many requests: everything ends."""
-    pair = Pair(packed=packed, p={"blocks": 12}, d={"blocks": 12, "recompute": True}, landing_segments=6)
+    d = {"blocks": 12, "recompute": True, "holding_first": holding_first}
+    pair = Pair(packed=packed, p={"blocks": 12}, d=d, landing_segments=6)
     prompts = [pair.prompt(17, seed=n) for n in range(8)]
     for n in range(8):
         pair.prefill(prompts[n], f"t{n}")

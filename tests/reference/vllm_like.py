@@ -68,14 +68,22 @@ class VllmLike:
     """One engine."""
 
     def __init__(
-        self, cluster: Cluster, name: str, *, blocks: int = 64, chunk: int = 64, engine: dict[str, Any] | None = None,
+        self,
+        cluster: Cluster,
+        name: str,
+        *,
+        blocks: int = 64,
+        chunk: int = 64,
+        holding_first: bool = True,
+        engine: dict[str, Any] | None = None,
         **rules: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.engine = Engine(cluster, name, **(engine or {}))
         self.rules = Rules(here=Address(name, "127.0.0.1", 5600, 1), block_tokens=BLOCK, **rules)
         self.side = SchedulerSide(self.engine, self.rules)
         self.free = list(range(1, blocks + 1))
         self.chunk = chunk
+        self.holding_first = holding_first  # 0.32: who holds blocks is looked at first; 0.26: in the order of arrival
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -144,7 +152,10 @@ class VllmLike:
         self._update(orders, scheduled)
 
     def _admit(self, scheduled: dict[str, int]) -> None:
-        for request in list(self.waiting):
+        order = list(self.waiting)
+        if self.holding_first:
+            order.sort(key=lambda request: not request.blocks)
+        for request in order:
             if request.status is Status.REMOTE:
                 if request.request_id not in self.finished_recving:
                     continue
@@ -296,6 +307,7 @@ class Pair:
 
     def until_quiet(self, most: int = 200, *, seconds: float = 0.0) -> None:
         """Steps until neither engine would go on; the time passes between steps."""
+        self.cluster.settle()
         for _ in range(most):
             if not (self.p.alive or self.d.alive):
                 break

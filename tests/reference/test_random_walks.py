@@ -1,0 +1,100 @@
+"""Random walks of a pair of engines: aborts, preemptions, cuts and stuck writes at any time. Nothing may be left, and
+no token may be computed on top of a wrong one (`VllmLike._compute` looks at all of them).
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .vllm_like import Pair, Request, Status
+
+MOVES = ("prefill", "decode", "p step", "d step", "settle", "wait", "abort p", "abort d", "preempt p", "preempt d",
+         "cut", "heal", "stick", "loosen", "reset d", "hit")  # fmt: skip
+
+
+class Walk:
+    def __init__(self, packed: bool, recompute: bool, holding_first: bool) -> None:
+        d = {"blocks": 16, "recompute": recompute, "holding_first": holding_first}
+        self.pair = Pair(
+            packed=packed, p={"blocks": 16, "chunk": 6}, d=d, landing_segments=6, wait_s=40.0, lease_s=40.0,
+            orphan_s=20.0, write_s=5.0, suspect_after_s=6.0,
+        )  # fmt: skip
+        self.waiting: dict[int, set[str]] = {}
+        self.all: list[Request] = []
+        self.count = 0
+
+    def take(self, part: str) -> int:
+        """The number of a dispatch whose `part` has not been sent yet."""
+        for number, parts in self.waiting.items():
+            if part not in parts:
+                parts.add(part)
+                return number
+        self.count += 1
+        self.waiting[self.count] = {part}
+        return self.count
+
+    def move(self, move: str, which: int) -> None:
+        pair, cluster = self.pair, self.pair.cluster
+        if move in ("prefill", "decode"):
+            number = self.take(move)
+            prompt = pair.prompt(5 + number * 7 % 17, seed=number)
+            leg = pair.prefill(prompt, f"t{number}") if move == "prefill" else pair.decode(prompt, f"t{number}")
+            self.all.append(leg)
+        elif move == "p step":
+            pair.p.step()
+        elif move == "d step":
+            pair.d.step()
+        elif move == "settle":
+            cluster.settle()
+        elif move == "wait":
+            cluster.wait(0.5 + which % 4)
+        elif move == "cut":
+            cluster.cut.add("PD"[which % 2])
+        elif move == "heal":
+            cluster.cut.clear()
+        elif move == "stick":
+            cluster.stuck = True
+        elif move == "loosen":
+            self.loosen()
+        elif move == "reset d":
+            pair.d.side.reset()
+        elif move == "hit":
+            waiting = [one for one in pair.d.waiting if one.status is Status.WAITING and not one.blocks]
+            if waiting:
+                leg = waiting[which % len(waiting)]
+                leg.hit = min(4 * (which % 5), (leg.num_prompt_tokens - 1) // 4 * 4)
+        else:
+            what, where = move.split()
+            engine = pair.p if where == "p" else pair.d
+            legs = [one for one in self.all if engine.requests.get(one.request_id) is one and not one.over]
+            if what == "preempt":
+                legs = [one for one in legs if one.status is Status.RUNNING]
+            if legs:
+                leg = legs[which % len(legs)]
+                engine.abort(leg) if what == "abort" else engine.preempt(leg)
+
+    def loosen(self) -> None:
+        self.pair.cluster.stuck = False
+        self.pair.p.engine.release_writes()
+
+    def end(self) -> None:
+        self.pair.cluster.cut.clear()
+        self.loosen()
+        self.pair.until_quiet(most=3000, seconds=0.5)
+        self.pair.cluster.wait(60.0)
+        self.pair.check_nothing_left()
+        assert all(one.over for one in self.all)
+
+
+@pytest.mark.parametrize("holding_first", [True, False], ids=["0.32", "0.26"])
+@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "fail"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "direct"])
+@settings(max_examples=60)
+@given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 11)), max_size=60))
+def test_walks(packed: bool, recompute: bool, holding_first: bool, moves: list[tuple[str, int]]) -> None:
+    walk = Walk(packed, recompute, holding_first)
+    for move, which in moves:
+        walk.move(move, which)
+    walk.end()

@@ -1,0 +1,128 @@
+"""The worker side: a dumb reporter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pushkv.reference import local
+from pushkv.reference.caches import Ranks
+from pushkv.reference.connector_setup import setup_of, sized
+from pushkv.reference.ports import Load, RankCard, StepOrders
+from pushkv.reference.settings import SettingsError
+from pushkv.reference.worker import WorkerSide
+
+
+def vllm_config(**more: Any) -> Any:
+    parallel = {"tensor_parallel_size": 2, "data_parallel_index": 1, "pipeline_parallel_size": 1}
+    transfer = {"kv_role": "kv_both", "engine_id": "e", "kv_connector_extra_config": {"segment_bytes": 4096}}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**{**parallel, **{k: v for k, v in more.items() if k in parallel}}),
+        kv_transfer_config=SimpleNamespace(**{**transfer, **{k: v for k, v in more.items() if k in transfer}}),
+        model_config=SimpleNamespace(model="m", dtype="torch.bfloat16"),
+        cache_config=SimpleNamespace(block_size=16),
+    )
+
+
+class Rank:
+    """Writes down what it is asked."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.did: list[Any] = []
+        self.card = RankCard(0, 8192, 8192, 1)
+
+    def scatter(self, transfer_id: str, block_ids: Any, first: int, stop: int) -> Any:
+        self.did.append(("scatter", transfer_id, first, stop))
+        return SimpleNamespace(wait=lambda: self.did.append(("wait", transfer_id)))
+
+    def fence(self, transfer_ids: Sequence[str]) -> None:
+        self.did.append(("fence", *transfer_ids))
+
+    def stop(self, drain_s: float) -> None:
+        self.did.append(("stop", drain_s))
+
+
+def side(rank: Rank) -> WorkerSide:
+    worker = WorkerSide(setup_of(vllm_config(), {}), Ranks(), lambda *arguments: rank)  # type: ignore[arg-type, return-value]
+    worker.rank = rank  # type: ignore[assignment]
+    return worker
+
+
+def test_what_is_ordered_is_reported_once() -> None:
+    worker = side(Rank())
+    worker.begin(StepOrders(sent=["a"], received=["b", "c"], failed=["c"], invalid=[4, 5]))
+    assert worker.results() == ({"a"}, {"b", "c"}, {"c"})
+    assert worker.invalid() == {4, 5}
+    assert worker.results() == (set(), set(), set()) and worker.invalid() == set()
+
+
+def test_all_loads_are_begun_before_any_is_waited_for() -> None:
+    rank = Rank()
+    worker = side(rank)
+    orders = StepOrders(load=[Load("r1", "t1", ([1],), 0, 4), Load("r2", "t2", ([2],), 4, 8)])
+    worker.load(orders)
+    worker.load(orders)  # a second call in the same step
+    assert rank.did == [("scatter", "t1", 0, 4), ("scatter", "t2", 4, 8), ("wait", "t1"), ("wait", "t2")]
+
+
+def test_preempted_prefills_are_fenced() -> None:
+    rank = Rank()
+    worker = side(rank)
+    worker.preempted(StepOrders(preempted=["t"]))
+    worker.preempted(StepOrders())
+    worker.stop(3.0)
+    worker.stop(3.0)
+    assert rank.did == [("fence", "t"), ("stop", 3.0)]
+
+
+def test_caches_are_read_and_memory_is_sized() -> None:
+    torch = pytest.importorskip("torch")
+    from .test_caches import config, full
+
+    opened: list[Any] = []
+
+    def open_rank(*arguments: Any) -> Any:
+        opened.extend(arguments)
+        return Rank()
+
+    worker = WorkerSide(setup_of(vllm_config(), {}), Ranks(2, 1, 4), open_rank)
+    spec = full(num_kv_heads=2)
+    worker.register({"a": torch.zeros(5, 2, 8, 8, dtype=torch.int16)}, config((["a"], spec)), None)
+    setup, rank, layout, regions = opened
+    assert rank == 1 and layout.rank == 1 and layout.regions == (5 * 2 * 8 * 8 * 2,)
+    assert regions[0].numel() == layout.regions[0]
+    assert setup.settings.landing_bytes % 4096 == 0 and setup.settings.landing_bytes > 0
+
+
+def test_setup() -> None:
+    setup = setup_of(vllm_config(kv_role="kv_consumer"), {"PUSHKV_PORT": "6000"})
+    assert (setup.port, setup.tp_size, setup.send, setup.receive, setup.dtype) == (6002, 2, False, True, "bfloat16")
+    cards = [RankCard(0, 8192, 4096, 1), RankCard(1, 4096, 8192, 1)]
+    assert sized(setup, cards).settings.landing_bytes == sized(setup, cards).settings.staging_bytes == 4096
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"kv_role": "kv_nobody"}, "kv_role"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({"kv_connector_extra_config": {"port": 65535}}, "port is 65535"),
+    ],
+)
+def test_what_cannot_be_served(more: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        setup_of(vllm_config(**more), {})
+
+
+def test_the_local_table_forgets_only_the_one_that_is_meant() -> None:
+    old, new = Rank(), Rank()
+    local.put("x", old)  # type: ignore[arg-type]
+    local.put("x", new)  # type: ignore[arg-type]
+    local.forget("x", old)  # type: ignore[arg-type]
+    assert local.get("x") is new
+    local.forget("x", new)  # type: ignore[arg-type]
+    assert local.get("x") is None
