@@ -19,21 +19,23 @@ FAULT_FILE = "fault"
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """What tests set, in the words of the design."""
+    """What tests set, in the words of the design. The bounds are long: nothing breaks unless a test breaks it, however
+    slow the machine. ``faults.py`` has short ones.
+    """
 
     path: str = "packed"
-    lease_s: float = 10.0
+    lease_s: float = 60.0
     """P gives up a finished prefill that nobody fetched."""
-    dead_peer_s: float = 3.0
+    dead_peer_s: float = 20.0
     """A silent peer is taken for dead."""
     landing_bytes: int | None = None
     staging_bytes: int | None = None
     segment_bytes: int | None = None
-    orphan_s: float = 5.0
+    orphan_s: float = 40.0
     """D waits for a prefill that P has never heard of."""
-    wait_s: float = 15.0
+    wait_s: float = 60.0
     """D waits for a prefill at all."""
-    write_s: float = 8.0
+    write_s: float = 30.0
     """One write."""
     policy: str = "fail"
     """What D does with a request whose hand-over failed: ``fail`` or ``recompute``."""

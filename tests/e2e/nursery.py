@@ -105,6 +105,8 @@ def _serve(argv: Sequence[str]) -> int:
     # vLLM asks for spawn on CPUs, which would import everything again; one OpenMP thread makes forking safe.
     original = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: original("fork" if method == "spawn" else method)  # type: ignore[assignment]
+    # vLLM's own NIXL worker pins itself to the last core: two engines that poll would share one.
+    os.sched_setaffinity = lambda *_: None  # type: ignore[assignment]
     from vllm.entrypoints.launchers.api_server.entry import main
 
     sys.argv = ["api_server", *argv]

@@ -219,7 +219,7 @@ class Server:
         """Have every thread of the server write its stack into the log."""
         if self.alive:
             self.signal(signal.SIGUSR1)
-            time.sleep(0.5)
+            time.sleep(0.2)
 
     def tail(self, lines: int = 40) -> str:
         """The end of the log."""
