@@ -117,8 +117,10 @@ class Server:
     def start(self) -> None:
         """Start the process; :meth:`wait` waits for it."""
         assert not self.alive, f"{self.name} runs already"
-        self.starts += 1
         self.spec.folder.mkdir(parents=True, exist_ok=True)
+        self.starts += 1
+        while self.log.exists():  # of an earlier server of this name
+            self.starts += 1
         self.pid = NURSERY.fork(self._arguments(), self.spec.environment, self.log)
         self._pidfd = os.pidfd_open(self.pid)
 
