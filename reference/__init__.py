@@ -1,1 +1,1 @@
-"""The vLLM connector comes here."""
+"""The vLLM connector. What it needs of vLLM and NIXL is imported where it is used: the logic runs without them."""

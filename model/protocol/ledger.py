@@ -119,6 +119,11 @@ class Ledger:
     # ------------------------------------------------------------ what a host may look at
 
     @property
+    def segments(self) -> int:
+        """Segments of landing memory per rank."""
+        return self._set.landing_segments
+
+    @property
     def landing_free(self) -> int:
         """Segments of landing memory per rank that nobody holds."""
         return len(self._free)

@@ -78,6 +78,16 @@ class Sender(Shards):
         self._posted.arm(write, now + self._set.write_s)
         return True
 
+    def about(self, handle: int) -> tuple[int, int, int]:
+        """(attempt, part, first) of an open ``handle``: its registration, its number among the parts, and the first
+        token that the receiver asked for, counted from the prompt's first. Raises ``LocalProtocolError``.
+        """
+        write = self._writes.get(handle)
+        if write is None:
+            raise LocalProtocolError(f"handle {handle} is not open")
+        shard = write.shard
+        return shard.attempt, write.part, shard.outgoing.tokens - shard.tokens
+
     # ------------------------------------------------------------ links
 
     def link_up(self, link: ev.Link, incarnation: int) -> None:

@@ -1,0 +1,233 @@
+"""`PushConnector`: the class that vLLM loads. It translates and decides nothing that the sides do not.
+
+Loaded by `kv_connector_module_path="pushkv.reference.connector"`, or by its name once `register` has run (the
+`vllm.general_plugins` entry point). vLLM makes two of it: one beside the scheduler, one in each worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from pushkv.reference import local, versions
+from pushkv.reference.connector_setup import (
+    cpu_format,
+    opener_of_offices,
+    opener_of_ranks,
+    ranks_of,
+    rules_of,
+    setup_of,
+    sized,
+)
+from pushkv.reference.metric_names import Meter
+from pushkv.reference.metrics import PushPromMetrics, PushStats
+from pushkv.reference.ports import RankCard, StepOrders
+from pushkv.reference.scheduler import SchedulerSide
+from pushkv.reference.worker import WorkerSide
+
+NAME = "PushConnector"
+_STATS_EVERY_S = 0.5
+
+log = logging.getLogger("vllm.pushkv")
+
+
+class PushMetadata(KVConnectorMetadata):
+    """The orders of one step, on their way to the workers."""
+
+    def __init__(self, orders: StepOrders) -> None:
+        self.orders = orders
+
+
+class PushHandshake(KVConnectorHandshakeMetadata):
+    """A rank's card, on its way to the scheduler."""
+
+    def __init__(self, card: RankCard) -> None:
+        self.card = card
+
+
+class PushConnector(KVConnectorBase_V1, SupportsHMA):
+    """Hands KV caches over by push. Settings: `settings.py`; per hook: `versions.HOOKS`."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._setup = setup_of(vllm_config, os.environ)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._meter = Meter("office")
+        self._stats_at = 0.0
+        if role == KVConnectorRole.SCHEDULER:
+            rules_of(vllm_config, kv_cache_config, self._setup, KVConnectorBase_V1)  # what is impossible is said now
+        else:
+            ranks = ranks_of(vllm_config)
+            self._meter = Meter(f"rank {ranks.tp_rank}")
+            self._worker = WorkerSide(self._setup, ranks, opener_of_ranks())
+
+    # ------------------------------------------------------------ scheduler side
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        cards = [metadata[rank].card for rank in sorted(metadata)]
+        if [card.rank for card in cards] != list(range(self._setup.tp_size)):
+            raise RuntimeError(f"{len(cards)} ranks have opened, {self._setup.tp_size} were expected")
+        rules = rules_of(self._vllm_config, self._kv_cache_config, self._setup, KVConnectorBase_V1)
+        alone = local.get(self._setup.engine_id) if len(cards) == 1 else None
+        open_office = opener_of_offices()
+        self._scheduler = SchedulerSide(open_office(sized(self._setup, cards), cards, alone), rules)
+
+    def _side(self) -> SchedulerSide:
+        if self._scheduler is None:
+            raise RuntimeError("vLLM has asked the connector before it was told of the ranks")
+        return self._scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        self._side().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._side().matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._side().allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        preempted = getattr(scheduler_output, "preempted_req_ids", None)
+        return PushMetadata(self._side().step(scheduler_output.num_scheduled_tokens, preempted))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        complete = request.status.name in ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+        return self._side().finished(request, block_ids, complete)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        groups = versions.transferred_groups(self._kv_cache_config)
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups))) if groups is None else groups
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.pending
+
+    def reset_cache(self) -> bool | None:
+        return self._side().reset()
+
+    # ------------------------------------------------------------ worker side
+
+    def _orders(self) -> StepOrders:
+        metadata = self._connector_metadata
+        return metadata.orders if isinstance(metadata, PushMetadata) else StepOrders()
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        assert self._worker is not None
+        cpu = cpu_format(self._vllm_config, self._kv_cache_config, kv_caches)
+        rank = self._worker.register(kv_caches, self._kv_cache_config, cpu)
+        local.put(self._setup.engine_id, rank)
+
+    def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
+        raise RuntimeError("pushkv has not asked for cross-layer caches and does not know this one")
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        return False
+
+    @property
+    def supports_sleep_mode(self) -> bool:
+        """Peers write into this memory while it is registered: it cannot go away under them."""
+        return False
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        card = None if self._worker is None else self._worker.card
+        return None if card is None else PushHandshake(card)
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        if self._worker is not None and isinstance(kv_connector_metadata, PushMetadata):
+            self._worker.preempted(kv_connector_metadata.orders)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin(self._orders())
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.load(self._orders())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        return
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        assert self._worker is not None
+        sent, received, _ = self._worker.results()
+        return sent or None, received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        assert self._worker is not None
+        return versions.results(KVConnectorBase_V1, *self._worker.results())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._worker is None else self._worker.invalid()
+
+    # ------------------------------------------------------------ both
+
+    def get_kv_connector_stats(self) -> PushStats | None:
+        now = time.monotonic()
+        if now - self._stats_at < _STATS_EVERY_S:
+            return None
+        self._stats_at = now
+        tally = None
+        if self._worker is not None and self._worker.rank is not None:
+            rank = self._worker.rank
+            tally = self._meter.read(rank.counters, rank.gauges, rank.drain_records())
+        elif self._scheduler is not None:
+            tally = self._meter.read(*self._scheduler.readings())
+        return None if tally is None else PushStats(tally.data)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PushStats:
+        return PushStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PushPromMetrics:
+        return PushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        drain_s = self._setup.settings.drain_s
+        if self._scheduler is not None:
+            self._scheduler.stop(drain_s)
+        if self._worker is not None and self._worker.rank is not None:
+            rank = self._worker.rank
+            self._worker.stop(drain_s)
+            local.forget(self._setup.engine_id, rank)
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`: makes the connector known by its name. vLLM runs it in every process, and
+    sometimes twice.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.register_connector(NAME, __name__, NAME)
+    except ValueError:
+        log.debug("%s is registered already", NAME)

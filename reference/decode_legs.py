@@ -1,0 +1,356 @@
+"""The requests of a decode engine: from their arrival to the step in which their prompt's cache is theirs.
+
+Decides what vLLM is answered when it asks how much of a prompt is there, when it is told that a load has failed or
+ended, and what becomes of a request whose transfer fails, gives way, or is not needed any more. Does not decide
+verdicts or when memory is free: those are the ledger's, and come as news. It has no clock.
+
+Packed: NEW -> WAITING -> READY -> DONE; no block is held while it waits, the load is part of the step that starts it.
+Direct: NEW -> WAITING -> ADMITTED -> HOLDING -> DONE; vLLM holds the blocks and waits for our report.
+Failed: -> FAILED -> DONE, computed here; or, when failing is the policy, FAILED -> FAILING -> DONE: vLLM can only be
+told of a failed load for a request that it believes to be loading, so one block is asked for and reported as failed.
+
+vLLM asks thousands of times a second for each waiting request: an answer is a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from pushkv.model.protocol import events as ev
+from pushkv.reference.identity import Identity, IdentityError, RequestLike, address_of, identify
+from pushkv.reference.metric_names import label
+from pushkv.reference.ports import Address, BlockIds, Load, Office, StepOrders
+from pushkv.reference.rules import Rules
+
+Answer = tuple[int | None, bool]
+LATER: Answer = (None, False)
+NOTHING: Answer = (0, False)
+
+
+class State(enum.Enum):
+    NEW = "new"
+    WAITING = "waiting"
+    READY = "ready"
+    ADMITTED = "admitted"
+    HOLDING = "holding"
+    FAILED = "failed"
+    FAILING = "failing"
+    DONE = "done"
+
+
+class Books(enum.Enum):
+    """What the ledger has of a transfer, as far as its news tell."""
+
+    UNTOLD = "untold"
+    OPEN = "open"  # its verdict is still to come
+    READY = "ready"  # landed; waits for Loaded
+    FAILED = "failed"  # direct: the verdict is failed, the memory not settled
+    CLOSED = "closed"
+
+
+class _Leg:
+    __slots__ = (
+        "asked_from", "base", "blocks", "books", "direct", "identity", "length", "peer", "prompt", "reason",
+        "request_id", "starved", "state", "tokens", "unwanted",
+    )  # fmt: skip
+
+    def __init__(self, request_id: str, prompt: int, length: int, tokens: int) -> None:
+        self.request_id = request_id
+        self.prompt = prompt  # tokens of the prompt
+        self.length = length  # of which so many move
+        self.tokens = tokens  # the same, rounded up to what the layout can move
+        self.base = 0  # the first token that was asked for
+        self.asked_from = 0  # tokens that were computed here when vLLM was last answered
+        self.state = State.NEW
+        self.books = Books.UNTOLD
+        self.identity: Identity | None = None
+        self.peer: Address | None = None
+        self.direct = self.starved = False
+        self.unwanted = False  # the books are to be closed whatever comes
+        self.blocks: BlockIds = ()
+        self.reason = ""
+
+    @property
+    def key(self) -> str:
+        assert self.identity is not None
+        return self.identity.key
+
+
+class DecodeLegs:
+    """All of one engine. Every call is O(1) in the prompt but for the digest and the block list of each request."""
+
+    def __init__(self, office: Office, rules: Rules, counters: dict[str, float]) -> None:
+        self._office = office
+        self._rules = rules
+        self._counters = counters
+        self._legs: dict[str, _Leg] = {}  # by request id, while vLLM has the request
+        self._keys: dict[str, _Leg] = {}  # by key, while the books have the transfer
+        self._unasked: dict[str, _Leg] = {}  # NEW: told at the end of the step, asked or not
+        self._hungry: dict[str, _Leg] = {}  # answered with tokens to load asynchronously in this pass, no blocks yet
+        self._orders = StepOrders()
+        self._held = 0  # direct: requests whose blocks vLLM keeps for us
+        self._handlers = {
+            ev.Admit: self._admit,
+            ev.Ready: self._ready,
+            ev.Fail: self._fail,
+            ev.Free: self._free,
+            ev.TakeBack: self._take_back,
+        }
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether vLLM keeps blocks for us, or must be told something in its next step."""
+        return bool(self._held or self._orders or self._unasked)
+
+    # ------------------------------------------------------------ what vLLM tells and asks
+
+    def add(self, request: RequestLike) -> None:
+        """First sight of a request with `do_remote_prefill`. Later calls for it do nothing."""
+        if request.request_id in self._legs:
+            return
+        prompt = request.num_prompt_tokens
+        length = self._rules.moved(prompt)
+        if not length:
+            return
+        leg = self._legs[request.request_id] = _Leg(request.request_id, prompt, length, self._rules.rounded(length))
+        params = request.kv_transfer_params
+        assert params is not None
+        try:
+            if not self._rules.receive:
+                raise IdentityError("kv_role of this engine is kv_producer")
+            identity = identify(request, randomized=self._rules.randomized_ids)
+            leg.peer = address_of(params)
+            if identity.key in self._keys:
+                raise IdentityError("another live request has the same transfer id")
+        except IdentityError as error:
+            self._count("requests_refused:identity")
+            self._lost(leg, str(error))
+            return
+        leg.identity = identity
+        self._keys[identity.key] = self._unasked[request.request_id] = leg
+
+    def matched(self, request: RequestLike, computed: int) -> Answer:
+        """How many tokens can be loaded beyond the `computed` ones; None: ask again later."""
+        leg = self._legs.get(request.request_id)
+        if leg is None:
+            return NOTHING
+        state = leg.state
+        if state is State.WAITING:
+            return LATER
+        if state is State.NEW:
+            if self._useful(leg, computed) <= 0:
+                self._dismiss(leg)
+                return NOTHING
+            self._arrive(leg, computed)
+            return LATER if leg.state is State.WAITING else NOTHING
+        leg.asked_from = computed
+        if state is State.READY:
+            useful = self._useful(leg, computed)
+            return (useful, False) if useful > 0 and computed >= leg.base else NOTHING
+        if state is State.ADMITTED:
+            if computed != leg.base:  # the blocks would not be those that were asked for
+                self._count("transfers_cancelled:local prefix has changed")
+                self._drop(leg, "local prefix has changed")
+                return NOTHING
+            self._hungry[request.request_id] = leg
+            return leg.length - computed, True
+        if state is State.FAILED and not self._rules.recompute and self._rules.may_fail:
+            some = min(self._rules.block_tokens, self._useful(leg, computed))
+            return (some, True) if some > 0 else NOTHING
+        return NOTHING
+
+    def allocated(self, request: RequestLike, blocks: Any, external: int) -> None:
+        """vLLM has allocated `blocks` (its `KVCacheBlocks`) and counts on `external` tokens of ours."""
+        leg = self._legs.get(request.request_id)
+        if leg is None or leg.state is State.DONE:
+            return
+        state = leg.state
+        if not external:  # nothing to load: a local prefix that covers it, another connector, or a failure
+            if state is State.HOLDING or state is State.FAILING:
+                return
+            self._drop(leg, "not needed")
+            return
+        if state is State.READY:
+            ids = self._rules.select(blocks.get_block_ids())
+            self._orders.load.append(Load(leg.request_id, leg.key, ids, leg.asked_from, leg.tokens))
+            self._close(leg)  # the ranks say Loaded
+            leg.state = State.DONE
+        elif state is State.ADMITTED:
+            self._hungry.pop(leg.request_id, None)
+            leg.blocks = self._rules.select(blocks.get_block_ids())
+            leg.state = State.HOLDING
+            self._held += 1
+            self._office.blocks(leg.key, leg.blocks)
+            self._office.tell(ev.Allocated(leg.key, leg.request_id))
+        elif state is State.FAILED:
+            leg.blocks = self._rules.select(blocks.get_block_ids())
+            leg.state = State.FAILING
+            self._report_failed(leg)
+            self._orders.received.append(leg.request_id)
+
+    def finished(self, request: RequestLike) -> None:
+        """vLLM is done with `request`, in whatever state. Blocks of a load under way it keeps until our report."""
+        leg = self._legs.pop(request.request_id, None)
+        self._hungry.pop(request.request_id, None)
+        if leg is None or leg.state is State.DONE:
+            return
+        if leg.state is State.HOLDING:
+            if leg.books is Books.OPEN:
+                leg.unwanted = True
+                self._office.tell(ev.Aborted(leg.key))
+            return  # the report comes with the memory
+        self._drop(leg, "aborted")
+
+    def step(self, computes: bool, out: StepOrders) -> None:
+        """The end of a scheduling pass: moves to `out` what the workers do and report in this step.
+
+        computes: whether anything was scheduled.
+        """
+        for leg in list(self._unasked.values()):  # vLLM had no slot to ask for it: P need not wait for that
+            self._arrive(leg, 0)
+        for leg in self._hungry.values():
+            if not computes and not leg.starved:
+                leg.starved = True
+                self._office.tell(ev.Starved(leg.key))
+        self._hungry.clear()
+        orders = self._orders
+        if orders:
+            out.load += orders.load
+            out.received += orders.received
+            out.failed += orders.failed
+            out.invalid += orders.invalid
+            self._orders = StepOrders()
+
+    def reset(self) -> None:
+        """The weights have changed: what has landed or will land was computed with the old ones."""
+        for leg in list(self._keys.values()):
+            if leg.state in (State.NEW, State.WAITING, State.READY, State.ADMITTED):
+                self._drop(leg, "cache was reset")
+
+    # ------------------------------------------------------------ what the office says
+
+    def hear(self, news: ev.Record) -> bool:
+        """News of the office; false when it is not about the receiving side."""
+        handler = self._handlers.get(type(news))
+        if handler is None:
+            return False
+        leg = self._keys.get(news.transfer_id)  # type: ignore[attr-defined]
+        if leg is not None:
+            handler(leg, news)
+        return True
+
+    def _admit(self, leg: _Leg, news: Any) -> None:
+        if leg.state is State.WAITING:
+            leg.state = State.ADMITTED
+
+    def _ready(self, leg: _Leg, news: Any) -> None:
+        if leg.unwanted:  # told meanwhile that it is not wanted: the books are closed by that
+            self._close(leg)
+            if leg.state is State.HOLDING:
+                self._settle(leg)
+        elif leg.state is State.HOLDING:
+            self._office.tell(ev.Loaded(leg.key))
+            self._close(leg)
+            self._settle(leg)
+        elif leg.state is State.WAITING:
+            leg.books, leg.state = Books.READY, State.READY
+        else:  # a dismissal has gone through
+            self._office.tell(ev.Loaded(leg.key))
+            self._close(leg)
+
+    def _fail(self, leg: _Leg, news: Any) -> None:
+        if leg.state is State.HOLDING:
+            leg.books = Books.FAILED  # Free follows, now or when it is settled
+            if not leg.unwanted:
+                self._report_failed(leg)
+            return
+        self._close(leg)
+        if leg.state is not State.DONE and not leg.unwanted:
+            self._lost(leg, news.reason)
+
+    def _free(self, leg: _Leg, news: Any) -> None:
+        self._close(leg)
+        if leg.state is State.HOLDING:
+            self._settle(leg)
+
+    def _take_back(self, leg: _Leg, news: Any) -> None:
+        """It gave way: vLLM must free the blocks and queue the request again. Where vLLM has no way for that, it is
+        computed here or fails, by the policy.
+        """
+        if leg.state is not State.HOLDING:
+            return
+        if leg.unwanted:  # the blocks are vLLM's again; that the books are closed is still to be said
+            self._settle(leg)
+            return
+        self._count("gave_way")
+        self._report_failed(leg)
+        self._settle(leg)
+        if self._rules.recompute and self._rules.failed_requests:
+            leg.state, leg.starved = State.WAITING, False
+        else:
+            self._drop(leg, "gave way")
+
+    # ------------------------------------------------------------ one leg
+
+    def _useful(self, leg: _Leg, computed: int) -> int:
+        """Tokens that spare work: the last token of the prompt is computed here in any case."""
+        return min(leg.length, leg.prompt - 1) - computed
+
+    def _arrive(self, leg: _Leg, computed: int) -> None:
+        self._unasked.pop(leg.request_id, None)
+        assert leg.peer is not None
+        leg.base = computed
+        leg.state, leg.books = State.WAITING, Books.OPEN
+        packed = self._office.arrive(leg.key, leg.peer, leg.tokens - computed, leg.tokens, None)
+        leg.direct = not packed
+
+    def _dismiss(self, leg: _Leg) -> None:
+        """Nothing is needed of a transfer that was never registered: P is told, so that it can let go."""
+        self._unasked.pop(leg.request_id, None)
+        assert leg.peer is not None
+        leg.state, leg.books = State.DONE, Books.OPEN
+        self._office.arrive(leg.key, leg.peer, 0, leg.tokens, True)
+
+    def _drop(self, leg: _Leg, reason: str) -> None:
+        """The transfer is not wanted any more; the request is computed here, or gone. Not for HOLDING."""
+        self._hungry.pop(leg.request_id, None)
+        if leg.books is Books.UNTOLD and leg.identity is not None:
+            self._dismiss(leg)
+        elif leg.books is Books.OPEN:
+            leg.unwanted = True
+            self._office.tell(ev.Aborted(leg.key, reason))
+        elif leg.books is Books.READY:
+            self._office.tell(ev.Loaded(leg.key))
+            self._close(leg)
+        leg.state = State.DONE
+
+    def _lost(self, leg: _Leg, reason: str) -> None:
+        leg.state, leg.reason = State.FAILED, reason
+        self._count(f"loads_lost:{label(reason)}")
+
+    def _close(self, leg: _Leg) -> None:
+        leg.books = Books.CLOSED
+        if self._keys.get(leg.key) is leg:
+            del self._keys[leg.key]
+
+    def _settle(self, leg: _Leg) -> None:
+        """Direct: nobody writes into its blocks any more: they are the request's, or vLLM's to free."""
+        self._orders.received.append(leg.request_id)
+        self._held -= 1
+        leg.state = State.DONE
+        for other in self._hungry.values():
+            other.starved = False
+
+    def _report_failed(self, leg: _Leg) -> None:
+        self._count("loads_failed")
+        self._orders.failed.append(leg.request_id)
+        if not self._rules.failed_requests and leg.blocks:
+            first = leg.asked_from // self._rules.block_tokens
+            self._orders.invalid += leg.blocks[0][first:]
+
+    def _count(self, name: str) -> None:
+        self._counters[name] = self._counters.get(name, 0) + 1

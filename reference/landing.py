@@ -1,0 +1,286 @@
+"""The receiving half of a rank's host: names the memory that peers may write, keeps what has come, scatters it.
+
+Decides where in a transfer's segments each link's bytes lie (one link after the other, aligned) and which parts there
+are. When memory may be written, and when all is there, the machines say.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pushkv.model.layout import LayoutError, Part, Shard, block_table, plan_scatter
+from pushkv.model.protocol import GAVE_WAY
+from pushkv.model.protocol import events as ev
+from pushkv.model.protocol import messages as msg
+from pushkv.reference.grants import aligned, name_blocks, name_segments, part_offset, read_notice
+from pushkv.reference.metric_names import label
+from pushkv.reference.office import Loaded, Total
+from pushkv.reference.ports import BlockIds
+from pushkv.reference.transport import agent_name
+
+if TYPE_CHECKING:
+    from pushkv.reference.copies import Copier, Copy
+    from pushkv.reference.rank import Rank
+
+log = logging.getLogger(__name__)
+
+
+class Loading:
+    """A scatter that the engine thread waits for. ``error`` says why the blocks are not as they should be."""
+
+    def __init__(self, transfer_id: str, blocks: BlockIds, first: int) -> None:
+        self.transfer_id, self.blocks, self.first = transfer_id, blocks, first
+        self.error = ""
+        self._done = threading.Event()
+
+    def finish(self, error: str = "") -> None:
+        """By the transfer thread."""
+        self.error = error
+        self._done.set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until the copy is in the cache; whether it is."""
+        return self._done.wait(timeout_s) and not self.error
+
+
+class Inbound:
+    """A transfer that this rank expects or has. Times are seconds of the monotonic clock."""
+
+    __slots__ = (
+        "attempts",
+        "early",
+        "exposed_s",
+        "landed_s",
+        "links",
+        "memory",
+        "noticed",
+        "packed",
+        "parts",
+        "pieces",
+        "registered_s",
+        "tokens",
+        "transfer_id",
+    )
+
+    def __init__(self, command: ev.Expect, now: float) -> None:
+        self.transfer_id, self.links, self.tokens = command.transfer_id, command.links, command.tokens
+        self.packed, self.memory = command.packed, command.memory
+        self.attempts: dict[ev.Link, int] = {}
+        self.parts: dict[ev.Link, dict[int, int]] = {}
+        self.registered_s = now
+        self.exposed_s = self.landed_s = 0.0
+        self.noticed: set[tuple[ev.Link, int]] = set()
+        self.early: dict[tuple[ev.Link, int], msg.Written] = {}
+        self.pieces: list[tuple[Shard, Part, int]] = []
+
+
+class Landing:
+    """``copier`` copies between landing memory and the cache."""
+
+    def __init__(self, rank: Rank, copier: Copier) -> None:
+        self.rank, self.copier = rank, copier
+        self.inbound: dict[str, Inbound] = {}
+        self.totals: dict[str, int] = {}
+        self._of_attempt: dict[tuple[ev.Link, int], str] = {}
+        self._loads: list[tuple[Loading, list[Copy], float]] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether a scatter is under way."""
+        return bool(self._loads)
+
+    # ------------------------------------------------------------ commands, words and reports
+
+    def commanded(self, command: ev.Expect | ev.Expose, now: float) -> None:
+        """The ledger registers a transfer (again), or gives it memory."""
+        if isinstance(command, ev.Expect):
+            old = self.inbound.get(command.transfer_id)
+            if old is not None:
+                self._drop_attempts(old)
+            self.inbound[command.transfer_id] = Inbound(command, old.registered_s if old is not None else now)
+        elif (inbound := self.inbound.get(command.transfer_id)) is not None:
+            inbound.memory, inbound.exposed_s = command.memory, now
+
+    def named(self, link: ev.Link, message: msg.Register | msg.Grant, now: float) -> msg.Register | msg.Grant:
+        """``message`` with its memory as the peer can read it; a registration is remembered by its number."""
+        if isinstance(message, msg.Register):
+            inbound = self.inbound.get(message.transfer_id)
+            if inbound is None:
+                return message
+            if inbound.attempts.get(link) != message.attempt:
+                self._of_attempt.pop((link, inbound.attempts.get(link, 0)), None)
+                inbound.attempts[link] = message.attempt
+                inbound.parts[link] = {}
+                inbound.noticed = {key for key in inbound.noticed if key[0] != link}
+                self._of_attempt[link, message.attempt] = message.transfer_id
+        else:
+            inbound = self.inbound.get(self._of_attempt.get((link, message.attempt), ""))
+        if inbound is None or message.memory is None:
+            return message
+        if inbound.packed:
+            memory = name_segments(self._offset(inbound, link), message.memory)
+        else:
+            first, tables = message.memory
+            memory = name_blocks(first, tables)
+        return msgspec.structs.replace(message, memory=memory)
+
+    def _offset(self, inbound: Inbound, link: ev.Link) -> int:
+        """Where the bytes of ``link`` begin in the transfer's segments."""
+        offset = 0
+        for other in inbound.links:
+            if other == link:
+                return offset
+            shard = self._shard(other)
+            if shard is not None:
+                offset += aligned(shard.part_bytes(self._whole(inbound)))
+        raise LayoutError(f"{link} does not feed {inbound.transfer_id}")
+
+    def _whole(self, inbound: Inbound) -> Part:
+        total = self.totals.get(inbound.transfer_id, inbound.tokens)
+        return Part.whole(total - inbound.tokens, total)
+
+    def _shard(self, link: ev.Link) -> Shard | None:
+        fellow = self.rank.fellows.get(link)
+        if fellow is None:
+            raise LayoutError(f"{link} is not connected")
+        return fellow.incoming
+
+    def heard(self, link: ev.Link, message: msg.Message) -> bool:
+        """A word that is about to reach the machines: parts that are written are noted for the scatter. Whether it may
+        go on: where only a notification shows that bytes have arrived, ``Written`` waits for it.
+        """
+        if not isinstance(message, msg.Written):
+            return True
+        inbound = self.inbound.get(self._of_attempt.get((link, message.attempt), ""))
+        if inbound is None:
+            return True
+        inbound.parts[link].setdefault(message.part, message.tokens)
+        fellow = self.rank.fellows.get(link)
+        silent = fellow is None or fellow.incoming is None or fellow.facts.arrival != "notification"
+        if silent or not message.tokens:
+            return True
+        if (link, message.part) in inbound.noticed:
+            return True
+        inbound.early[link, message.part] = message
+        return False
+
+    def noticed(self, agent: str, notice: bytes) -> None:
+        """A write has arrived: the word about it may go on."""
+        found = read_notice(notice)
+        link = next((link for link, f in self.rank.fellows.items() if agent_name(*link, f.incarnation) == agent), None)
+        if found is None or link is None or found[0] != self.rank.incarnation:
+            self.rank.count("stray notice")
+            return
+        _, attempt, part = found
+        inbound = self.inbound.get(self._of_attempt.get((link, attempt), ""))
+        if inbound is not None:
+            inbound.noticed.add((link, part))
+            word = inbound.early.pop((link, part), None)
+            if word is not None:
+                self.rank.pending.append(ev.Received(link, word))
+
+    def reported(self, report: ev.Record, now: float) -> None:
+        """The machines' verdicts."""
+        if isinstance(report, ev.Landed):
+            inbound = self.inbound.get(report.transfer_id)
+            if inbound is not None:
+                inbound.landed_s = now
+                if inbound.packed:
+                    inbound.pieces = self._pieces(inbound)
+                self._drop_attempts(inbound)
+                self.rank.count("transfers_received")
+                self.rank.record(
+                    {
+                        "side": "receive",
+                        "transfer_id": inbound.transfer_id,
+                        "ok": True,
+                        "tokens": inbound.tokens,
+                        "packed": inbound.packed,
+                        "registered_to_granted_s": max(0.0, inbound.exposed_s - inbound.registered_s),
+                        "granted_to_landed_s": now - inbound.exposed_s if inbound.exposed_s else 0.0,
+                    }
+                )
+        elif isinstance(report, ev.Broken):
+            cancelled = report.reason in ("cancelled", "aborted", GAVE_WAY)
+            self.rank.count("transfers_cancelled" if cancelled else f"transfers_failed:{label(report.reason)}")
+        elif isinstance(report, ev.Settled):
+            self.forget(report.transfer_id)
+
+    def forget(self, transfer_id: str) -> None:
+        """What has landed (or will not) is not needed any more."""
+        inbound = self.inbound.pop(transfer_id, None)
+        self.totals.pop(transfer_id, None)
+        if inbound is not None:
+            self._drop_attempts(inbound)
+
+    def _drop_attempts(self, inbound: Inbound) -> None:
+        for link, attempt in inbound.attempts.items():
+            self._of_attempt.pop((link, attempt), None)
+
+    # ------------------------------------------------------------ scatter
+
+    def load(self, loading: Loading) -> None:
+        """Scatter what has landed."""
+        begun = time.monotonic()
+        try:
+            copies = self._scatter(loading)
+        except Exception as error:
+            log.exception("scatter of %s", loading.transfer_id)
+            self.rank.count("scatter failed")
+            loading.finish(str(error) or repr(error))
+            return
+        self._loads.append((loading, copies, begun))
+        self.poll(begun)
+
+    def _pieces(self, inbound: Inbound) -> list[tuple[Shard, Part, int]]:
+        """(shard, part, offset in bytes) of all that has landed: the sender may be gone when it is loaded."""
+        whole = self._whole(inbound)
+        pieces = []
+        for link in inbound.links:
+            shard = self._shard(link)
+            if shard is None:
+                continue
+            base, start, parts = self._offset(inbound, link), whole.start, inbound.parts[link]
+            for number in range(len(parts)):
+                stop = start + parts[number]
+                part = Part(start, stop, whole.first, stop == whole.stop)
+                pieces.append((shard, part, base + part_offset(shard, part)))
+                start = stop
+            if start != whole.stop:
+                raise LayoutError(f"{inbound.transfer_id}: parts of {link} end at {start}, not at {whole.stop}")
+        return pieces
+
+    def _scatter(self, loading: Loading) -> list[Copy]:
+        inbound = self.inbound.get(loading.transfer_id)
+        if inbound is None or not inbound.landed_s or not inbound.packed:
+            raise LayoutError(f"{loading.transfer_id} has not landed here")
+        tables = [block_table(ids) for ids in loading.blocks]
+        copies = []
+        for shard, part, offset in inbound.pieces:
+            if loading.first < part.stop or part.last:
+                scatter = plan_scatter(shard, tables, part, min(max(part.start, loading.first), part.stop))
+                copies.append(self.copier.scatter(scatter, inbound.memory, offset))
+        return copies
+
+    def poll(self, now: float) -> None:
+        """Scatters that have ended."""
+        for load in list(self._loads):
+            loading, copies, begun = load
+            if all(copy.done() for copy in copies):
+                self._loads.remove(load)
+                self.rank.count_time("scatter_s", time.monotonic() - begun)
+                loading.finish()
+                self.rank.tell_office(Loaded(loading.transfer_id), now)
+
+    def total(self, word: Total) -> None:
+        """How long the whole prompt is, of which the tail is expected."""
+        self.totals[word.transfer_id] = word.tokens
+
+    def sizes(self) -> dict[str, Any]:
+        """How much is kept, for metrics and leak checks."""
+        return {"inbound": len(self.inbound), "attempts": len(self._of_attempt), "loads": len(self._loads)}

@@ -1,0 +1,145 @@
+"""The names of what office and ranks count, and how it adds up. No vLLM here: the transfer thread imports this.
+
+Decides which counters, gauges and times exist, and what each means. A counter may carry a label behind a colon
+(`failed:peer unreachable`); labels come from a closed list, so that a peer cannot invent metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+COUNTERS: Mapping[str, str] = {
+    "transfers_sent": "prompts handed over, counted on the prefill engine",
+    "transfers_received": "prompts that landed, counted on the decode engine",
+    "transfers_failed": "transfers with the verdict failed, by reason",
+    "transfers_cancelled": "transfers given up by the other engine or the client",
+    "bytes_sent": "bytes written into other engines",
+    "bytes_received": "bytes that landed",
+    "descriptors": "contiguous pieces handed to the transport",
+    "path": "transfers by path and by the reason for it",
+    "writes_broken": "writes that ended with an error",
+    "gave_way": "transfers that gave their memory to another one and came back",
+    "messages_refused": "frames of the side channel that were malformed, unknown or not authentic",
+    "peers_refused": "engines whose cache or version does not fit",
+    "requests_refused": "requests whose transfer parameters could not be used, by reason",
+    "loads_failed": "requests that vLLM was told have failed to load",
+    "loads_lost": "requests whose prompt did not come, computed here or failed by the policy",
+    "records_dropped": "records of single transfers that nobody fetched in time",
+}
+GAUGES: Mapping[str, str] = {
+    "open_outgoing": "prompts held or on their way, on the prefill engine",
+    "open_incoming": "prompts waited for, on the decode engine",
+    "landing_segments_used": "segments of landing memory that belong to a transfer",
+    "landing_segments": "segments of landing memory in all",
+    "staging_bytes_used": "bytes of staging memory that wait for the wire or are on it",
+    "staging_bytes": "bytes of staging memory in all",
+    "quarantined": "transfers with a verdict whose memory is not yet proven free",
+    "leases": "finished prompts kept for a decode engine that has not come",
+    "writes_open": "writes posted and not complete",
+    "peers": "engines that this one talks to",
+}
+TIMES: Mapping[str, str] = {
+    "gather_s": "copying a prompt into staging memory",
+    "post_s": "handing the writes of a prompt to the transport",
+    "wire_s": "from posting to completion",
+    "scatter_s": "copying a prompt out of landing memory",
+    "handover_s": "from the end of the prefill to the verdict",
+}
+REASONS = (
+    "aborted", "prefill aborted", "prefill ended without its whole cache", "gave way", "gave way too often",
+    "larger than the landing memory", "too much in quarantine with this peer", "peer unreachable", "not needed",
+    "local prefix has changed", "cache was reset", "packed", "direct", "role", "identity", "ambiguous", "backoff",
+)  # fmt: skip
+OTHER = "other"
+
+
+def label(reason: str, known: Iterable[str] = REASONS) -> str:
+    """`reason` if it is one of ours, else "other"."""
+    return reason if reason in known else OTHER
+
+
+def added(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """What has been counted between two readings of the same counters."""
+    return {name: value - before.get(name, 0) for name, value in now.items() if value != before.get(name, 0)}
+
+
+class Tally:
+    """Counters, gauges and times of one interval, as plain data that any process can add up."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        self.data: dict[str, Any] = data if data else {"counters": {}, "gauges": {}, "times": {}}
+
+    def count(self, counters: Mapping[str, float]) -> None:
+        mine = self.data["counters"]
+        for name, value in counters.items():
+            mine[name] = mine.get(name, 0) + value
+
+    def gauge(self, who: str, gauges: Mapping[str, float]) -> None:
+        """Readings of `who` (a rank, the office): a later reading replaces an earlier one, ranks add up."""
+        self.data["gauges"].update({f"{name}|{who}": value for name, value in gauges.items()})
+
+    def record(self, records: Iterable[Mapping[str, Any]]) -> None:
+        times = self.data["times"]
+        for one in records:
+            for name in TIMES:
+                if isinstance(one.get(name), (int, float)):
+                    times.setdefault(name, []).append(float(one[name]))
+            if one.get("path"):
+                self.count({f"path:{label(str(one['path']))}, {one.get('why', '')}": 1})
+
+    def add(self, other: Mapping[str, Any]) -> None:
+        self.count(other.get("counters", {}))
+        self.data["gauges"].update(other.get("gauges", {}))
+        for name, values in other.get("times", {}).items():
+            self.data["times"].setdefault(name, []).extend(values)
+
+    @property
+    def empty(self) -> bool:
+        return not any(self.data.values())
+
+    def gauges(self) -> dict[str, float]:
+        """Over all ranks."""
+        found: dict[str, float] = {}
+        for name, value in self.data["gauges"].items():
+            short = name.split("|")[0]
+            found[short] = found.get(short, 0) + value
+        return found
+
+    def summary(self) -> dict[str, int | float]:
+        """For a log line: what moved, and how long the middle transfer took."""
+        found: dict[str, int | float] = {}
+        for name, value in sorted(self.data["counters"].items()):
+            found[name] = int(value) if value == int(value) else round(value, 3)
+        for name, values in sorted(self.data["times"].items()):
+            if values:
+                found[f"{name[:-2]}_p50_ms"] = round(1e3 * sorted(values)[len(values) // 2], 3)
+        found.update({name: value for name, value in sorted(self.gauges().items()) if value})
+        return found
+
+
+class Meter:
+    """Turns running totals into tallies: each call gives what has happened since the last one."""
+
+    __slots__ = ("_before", "_gauges", "_who")
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._before: dict[str, float] = {}
+        self._gauges: dict[str, float] = {}
+
+    def read(
+        self, counters: Mapping[str, float], gauges: Mapping[str, float], records: Iterable[Mapping[str, Any]] = ()
+    ) -> Tally | None:
+        """None when nothing has changed."""
+        tally = Tally()
+        now = dict(counters)
+        tally.count(added(self._before, now))
+        tally.record(records)
+        readings = dict(gauges)
+        if readings != self._gauges:
+            tally.gauge(self._who, readings)
+        self._before, self._gauges = now, readings
+        return None if tally.empty else tally

@@ -1,0 +1,268 @@
+"""One engine's office: its ``Ledger``, fed by the scheduler and by the ranks, beside vLLM's engine thread.
+
+Decides nothing about transfers: it turns an address into links, a prompt into segments of landing memory, and carries
+records. The engine thread only appends to a queue (``tell``, ``command``, ``blocks``, ``arrive``) and takes what the
+ledger told (``news``); everything else happens in ``turn`` and ``report``, on the thread that owns the office: the
+rank's transfer thread when the engine has one rank, its own when it has more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pushkv.model.protocol import Ledger, LocalProtocolError, Settings
+from pushkv.model.protocol import events as ev
+from pushkv.reference.ports import Address, BlockIds
+
+if TYPE_CHECKING:
+    from pushkv.reference.trace import Trace
+
+log = logging.getLogger(__name__)
+
+
+class Open(msgspec.Struct, frozen=True):
+    """To a rank: ``link`` listens at ``host:port``."""
+
+    link: ev.Link
+    host: str
+    port: int
+
+
+class Table(msgspec.Struct, frozen=True):
+    """To a rank: the blocks that hold the source of ``transfer_id``, from its first token on."""
+
+    transfer_id: str
+    blocks: BlockIds
+
+
+def feeders(rank: int, ranks: int, peer_tp: int, peer_pp: int = 1) -> tuple[int, ...]:
+    """The peer's ranks that feed ``rank`` of ``ranks``: neighbours in the order of heads, in every pipeline stage.
+
+    Raises ``ValueError`` when neither tensor-parallel size divides the other.
+    """
+    if peer_tp % ranks and ranks % peer_tp:
+        raise ValueError(f"tensor-parallel sizes {peer_tp} and {ranks}: neither divides the other")
+    if peer_tp >= ranks:
+        wide = peer_tp // ranks
+        mine = range(rank * wide, (rank + 1) * wide)
+    else:
+        mine = range(rank * peer_tp // ranks, rank * peer_tp // ranks + 1)
+    return tuple(stage * peer_tp + r for stage in range(peer_pp) for r in mine)
+
+
+class Total(msgspec.Struct, frozen=True):
+    """To a rank: the prompt of ``transfer_id``, of which the tail is expected, has ``tokens`` tokens."""
+
+    transfer_id: str
+    tokens: int
+
+
+class Forget(msgspec.Struct, frozen=True):
+    """To a rank: the landing of ``transfer_id`` is not needed any more."""
+
+    transfer_id: str
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """From a rank: ``transfer_id`` is in the cache, its landing memory is not read any more."""
+
+    transfer_id: str
+
+
+class Office:
+    """``deliver(rank, command)`` hands a command to one rank, on the thread that owns the office; ``wake`` has that
+    thread look. ``landing_bytes(tokens, links)``: bytes of one rank's landing memory that a transfer needs.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        ranks: int,
+        *,
+        path: str,
+        segment_bytes: int,
+        token_bytes: int,
+        landing_bytes: Callable[[int, int], int],
+        deliver: Callable[[int, object], None],
+        wake: Callable[[], None],
+        stop: Callable[[float], None],
+    ) -> None:
+        self.ledger = Ledger(settings, ranks)
+        self.ranks = ranks
+        self.trace: Trace | None = None
+        self._path, self._segment_bytes, self._token_bytes = path, segment_bytes, token_bytes
+        self._landing_bytes = landing_bytes
+        self._deliver, self._wake, self._stop = deliver, wake, stop
+        self._inbox: deque[object] = deque()
+        self._news: deque[ev.Record] = deque()
+        self._tables: dict[str, BlockIds] = {}
+        self._loaded: dict[str, set[int]] = {}
+        self._counters: dict[str, float] = {}
+
+    # ------------------------------------------------------------ the engine thread
+
+    def tell(self, event: ev.Record) -> None:
+        """An event for the ledger."""
+        self._inbox.append(event)
+        self._wake()
+
+    def command(self, command: ev.Record) -> None:
+        """A command of the host for every rank: ``Computed``, ``Preempted``, ``GiveWay``, ``Abort``."""
+        self._inbox.append(command)
+        self._wake()
+
+    def blocks(self, transfer_id: str, block_ids: BlockIds) -> None:
+        """Hand over block lists that begin with the prompt's first token; before ``Computed(final)`` or
+        ``Allocated``.
+        """
+        self._inbox.append(Table(transfer_id, block_ids))
+
+    def arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool | None) -> bool:
+        """A request waits for the last ``tokens`` of the ``total`` tokens of ``transfer_id`` from ``peer``."""
+        if packed is None:
+            links = max(1, peer.tp_size // self.ranks)
+            packed = self._path == "packed" or (self._path == "auto" and self.fits(tokens, links))
+        self._inbox.append((transfer_id, peer, tokens, total, packed))
+        self._wake()
+        return packed
+
+    def news(self) -> Sequence[ev.Record]:
+        """What the ledger has told since the last call, in order."""
+        if not self._news:
+            return ()
+        news: list[ev.Record] = []
+        while self._news:
+            news.append(self._news.popleft())
+        return news
+
+    def fits(self, tokens: int, links: int = 1) -> bool:
+        """Whether a packed transfer of ``tokens`` tokens can ever be granted landing memory."""
+        return self.ledger.fits(self._segments(tokens, links))
+
+    def stop(self, drain_s: float) -> None:
+        """Wait for what is open, ``drain_s`` at the most, then end."""
+        self._stop(drain_s)
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Totals since the start; names in ``metric_names``."""
+        return dict(self._counters)
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """What is held now; names in ``metric_names``."""
+        receiving, sending = self.ledger.open()
+        segments = self.ledger.segments
+        return {
+            "open_incoming": float(receiving),
+            "open_outgoing": float(sending),
+            "quarantined": float(self.ledger.quarantined()),
+            "landing_segments": float(segments),
+            "landing_segments_used": float(segments - self.ledger.landing_free),
+        }
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the engine thread has said something that was not yet looked at."""
+        return bool(self._inbox)
+
+    # ------------------------------------------------------------ the office's thread
+
+    def turn(self, now: float) -> None:
+        """Take what the engine thread has said."""
+        inbox = self._inbox
+        while inbox:
+            word = inbox.popleft()
+            if isinstance(word, tuple):
+                self._arrive(*word, now)
+            elif isinstance(word, Table):
+                self._tables[word.transfer_id] = word.blocks
+            elif type(word) in _COMMANDS:
+                if isinstance(word, ev.Computed) and word.final:
+                    self._all(Table(word.transfer_id, self._tables.pop(word.transfer_id, ())))
+                self._all(word)
+            else:
+                assert isinstance(word, ev.Record)
+                self._hosts(word, now)
+
+    def _hosts(self, event: ev.Record, now: float) -> None:
+        """An event of the scheduler for the ledger."""
+        if isinstance(event, ev.Hold):
+            event = msgspec.structs.replace(event, bytes_per_token=self._token_bytes)
+        elif isinstance(event, ev.Allocated):
+            event = ev.Allocated(event.transfer_id, (0, self._tables.pop(event.transfer_id, ())))
+        self._step(event, now)
+        if isinstance(event, (ev.Loaded, ev.Aborted)):
+            self._all(Forget(event.transfer_id))
+
+    def report(self, rank: int, report: object, now: float) -> None:
+        """``rank`` reports to the ledger."""
+        if isinstance(report, Loaded):
+            done = self._loaded.setdefault(report.transfer_id, set())
+            done.add(rank)
+            if len(done) == self.ranks:
+                del self._loaded[report.transfer_id]
+                self._hosts(ev.Loaded(report.transfer_id), now)
+        else:
+            assert isinstance(report, ev.Record)
+            self._step(ev.FromRank(rank, report), now)
+
+    def _arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool, now: float) -> None:
+        rows: list[tuple[ev.Link, ...]] = []
+        try:
+            for rank in range(self.ranks):
+                row = feeders(rank, self.ranks, peer.tp_size)
+                rows.append(tuple((peer.engine_id, number) for number in row))
+                self._deliver(rank, Total(transfer_id, total))
+                for number in row:
+                    self._deliver(rank, Open((peer.engine_id, number), peer.host, peer.port + number))
+        except ValueError as error:
+            self._tell(ev.Fail(transfer_id, str(error), True), now)
+            return
+        self._count("path:packed" if packed else "path:direct")
+        fanout = max(1, self.ranks // peer.tp_size)
+        segments = self._segments(tokens, len(rows[0])) if packed else 0
+        self._step(ev.Arrived(transfer_id, peer.engine_id, tuple(rows), tokens, packed, segments, fanout), now)
+
+    def _segments(self, tokens: int, links: int) -> int:
+        return -(-self._landing_bytes(tokens, links) // self._segment_bytes) if tokens else 0
+
+    def _step(self, event: ev.Record, now: float) -> None:
+        out: list[ev.Record] = []
+        try:
+            self.ledger.step((event,), now, out)
+        except LocalProtocolError as error:
+            # The news that closes a transfer and a word about it may cross; what arrived twice has its verdict at once.
+            log.info("the ledger refuses %s: %s", event, error)
+            self._count("refused_events")
+            if isinstance(event, ev.Arrived):
+                out = [ev.Fail(event.transfer_id, str(error), True)]
+        if self.trace is not None:
+            self.trace.step("ledger", now, (event,))
+        for action in out:
+            if isinstance(action, ev.ToRank):
+                self._deliver(action.rank, action.command)
+            elif isinstance(action, ev.ToRanks):
+                self._all(action.command)
+            else:
+                self._tell(action, now)
+
+    def _tell(self, action: ev.Record, now: float) -> None:
+        self._news.append(action)
+        if self.trace is not None:
+            self.trace.verdict(now, action)
+
+    def _all(self, command: object) -> None:
+        for rank in range(self.ranks):
+            self._deliver(rank, command)
+
+    def _count(self, name: str) -> None:
+        self._counters[name] = self._counters.get(name, 0.0) + 1
+
+
+_COMMANDS = frozenset({ev.Computed, ev.Preempted, ev.GiveWay, ev.Abort})

@@ -1,0 +1,125 @@
+"""Puts an engine together: a rank with its memory, transport and side channel, and the office over its ranks.
+
+Decides what depends on the settings and on nothing that happens later.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from pushkv.model.layout import Layout
+from pushkv.reference import evidence, grants, mailbox
+from pushkv.reference.copies import Copier
+from pushkv.reference.facts import Facts, Landing, Region
+from pushkv.reference.office import Office
+from pushkv.reference.pools import SegmentPool
+from pushkv.reference.ports import EngineSetup, RankCard
+from pushkv.reference.rank import Rank
+from pushkv.reference.side_channel import SideChannel
+from pushkv.reference.trace import Trace
+from pushkv.reference.transport import Transport, agent_name
+
+
+def open_rank(setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[Any]) -> Rank:
+    """Rank ``rank`` with its threads running. ``regions``: flat uint8 tensors, one per region of ``layout``; the
+    settings say how much landing and staging memory there is.
+
+    Raises what its parts raise: ``TransportError``, ``SideChannelError``, ``PoolError``, ``SecretError``.
+    """
+    settings = setup.settings
+    protocol = settings.protocol
+    segment = settings.segment_bytes
+    device = regions[0].device
+    staging = SegmentPool(_segments(settings.staging_bytes, segment, setup.send), segment, device)
+    landing = SegmentPool(_segments(settings.landing_bytes, segment, setup.receive), segment, device)
+    incarnation = secrets.randbits(62) | 1
+    channel = SideChannel((setup.engine_id, rank), setup.host, setup.port + rank, settings.secret)
+    transport = Transport(agent_name(setup.engine_id, rank, incarnation), settings.backend)
+    transport.register([*regions, staging.tensor, landing.tensor])
+    number = int(landing.tensor.get_device()) if landing.tensor.is_cuda else 0
+    facts = Facts(
+        engine_id=setup.engine_id,
+        rank=rank,
+        tp_size=setup.tp_size,
+        dp_rank=setup.dp_rank,
+        model=setup.model,
+        dtype=setup.dtype,
+        block_tokens=setup.block_tokens,
+        mode="push",
+        role="both" if setup.send and setup.receive else "prefill" if setup.send else "decode",
+        backend=settings.backend,
+        arrival=transport.arrival,
+        layout=layout,
+        agent=transport.metadata,
+        landing=Landing(landing.base, segment, landing.count, number),
+        regions=tuple(
+            Region(int(tensor.data_ptr()), size, number) for tensor, size in zip(regions, layout.regions, strict=True)
+        ),
+        vllm=setup.vllm_version,
+        process=evidence.here(setup.host, setup.port + rank),
+    )
+    trace = None
+    if settings.trace_file:
+        path = settings.trace_file if setup.tp_size == 1 else f"{settings.trace_file}.{rank}"
+        trace = Trace(path, protocol, setup.tp_size, {rank: incarnation}, setup.engine_id)
+    door = mailbox.Door() if setup.tp_size > 1 else None
+    made = Rank(
+        facts,
+        protocol,
+        channel=channel,
+        transport=transport,
+        staging=(staging, Copier(regions, staging.tensor, segment)),
+        landing=Copier(regions, landing.tensor, segment),
+        evidence=evidence.Evidence(),
+        trace=trace,
+        door=door,
+        incarnation=incarnation,
+    )
+    made.card = RankCard(
+        rank=rank,
+        landing_bytes=landing.count * segment,
+        staging_bytes=staging.count * segment,
+        bytes_per_token=grants.token_bytes(layout),
+        bytes_per_request=grants.request_bytes(layout),
+        door=door.address if door is not None else "",
+    )
+    if door is not None:
+        made.start()
+    return made
+
+
+def _segments(size: int | None, segment: int, used: bool) -> int:
+    return max(1, (size or 0) // segment) if used else 1
+
+
+def open_office(setup: EngineSetup, cards: Sequence[RankCard], local: Rank | None) -> Office:
+    """The office over the ranks of ``cards``. ``local``: the only rank, in this process; it begins to run."""
+    settings = setup.settings
+    landing = min(card.landing_bytes for card in cards)
+    protocol = settings.with_memory(landing, min(card.staging_bytes for card in cards)).protocol
+    card = max(cards, key=lambda card: card.bytes_per_token)
+
+    def make(deliver: Any, wake: Any, stop: Any) -> Office:
+        return Office(
+            protocol,
+            len(cards),
+            path=settings.path,
+            segment_bytes=settings.segment_bytes,
+            token_bytes=card.bytes_per_token,
+            landing_bytes=lambda tokens, links: (
+                tokens * card.bytes_per_token + card.bytes_per_request + grants.ALIGN * links
+            ),
+            deliver=deliver,
+            wake=wake,
+            stop=stop,
+        )
+
+    if local is None:
+        return mailbox.Desk([card.door for card in cards], make).office
+    office = make(lambda rank, command: local.receive(command), local.wake, local.stop)
+    office.trace = local.trace
+    local.office = office
+    local.start()
+    return office

@@ -1,0 +1,217 @@
+"""What vLLM's side of the connector needs of the rest of it: the office (one per engine) and the ranks, as protocols.
+
+Decides nothing: records and signatures only. `scheduler.py` and `worker.py` are written against these and against
+nothing of vLLM; `office.py` and `rank.py` fulfil them; tests put a pair of engines without transport in their place.
+
+Who calls what, and from where: everything of an `Office` but `stop` is called on vLLM's engine thread, takes O(1) and
+never blocks; everything of a `Rank` is called on the worker's thread. Each has a transfer thread of its own beside it.
+
+A transfer id here is the *key* that `identity.py` makes (the router's transfer id, the child, a digest of the prompt).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pushkv.model.layout import Layout
+from pushkv.model.protocol import events as ev
+from pushkv.reference.settings import ConnectorSettings
+
+BlockIds = tuple[list[int], ...]
+"""vLLM's block lists, one per cache group. Handed on by reference: whoever keeps one must not change it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the ranks of another engine are, as the router told us: rank r listens on `port + r`."""
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankCard:
+    """What the scheduler's process must know of one rank before it can open the office. vLLM carries it there
+    (`get_handshake_metadata`), so it must pickle.
+
+    landing_bytes, staging_bytes: what the rank could set aside. bytes_per_token: of this rank, over all layers of the
+    full-attention groups. door: how the office reaches the rank when they do not share a process ("" when they do).
+    """
+
+    rank: int
+    landing_bytes: int
+    staging_bytes: int
+    bytes_per_token: int
+    door: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One request whose landed tokens [first, stop) every rank must scatter into `blocks` before this step's forward.
+
+    request_id: vLLM's. The tokens are counted from the prompt's first.
+    """
+
+    request_id: str
+    transfer_id: str
+    blocks: BlockIds
+    first: int
+    stop: int
+
+
+@dataclass(slots=True)
+class StepOrders:
+    """What every worker does and reports in one step; the scheduler side has decided all of it.
+
+    sent, received: requests whose blocks vLLM may free or use. failed: requests whose load failed; they are in
+    `received` too, in the same step or later. invalid: blocks of `failed`, for versions that know only those.
+    preempted: transfers of prefills that have lost their blocks, which this step may overwrite.
+    """
+
+    load: list[Load] = field(default_factory=list)
+    sent: list[str] = field(default_factory=list)
+    received: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    invalid: list[int] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.load or self.sent or self.received or self.failed)
+
+
+class Office(Protocol):
+    """The scheduler's side of one engine's transfers: it owns the `Ledger`."""
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Totals since the start, of the office and of the ledger; names in `metrics.py`."""
+        ...
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """What is so now; names in `metrics.py`."""
+        ...
+
+    def tell(self, event: ev.Record) -> None:
+        """An event for the ledger: `Hold`, `Allocated`, `Starved`, `Loaded`, `Aborted`. In the order of the calls.
+
+        `Hold.bytes_per_token` is left 0 by the caller: the office fills it in. An event about a transfer that the
+        books have closed meanwhile (the news is still in the queue) is dropped, not an error.
+        """
+        ...
+
+    def command(self, command: ev.Record) -> None:
+        """A command for the sending side of all ranks: `Computed`, `Preempted`, `GiveWay`, `Abort`.
+
+        In one order with `tell`: what the ledger makes of an earlier event (`Begin` of a `Hold`) reaches the ranks
+        before a later command; a rank does not know a transfer that has not begun, and drops what is said about it.
+        """
+        ...
+
+    def blocks(self, transfer_id: str, block_ids: BlockIds) -> None:
+        """The blocks of a transfer that is about to be `Computed(final)` (source) or `Allocated` (destination)."""
+        ...
+
+    def arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool | None) -> bool:
+        """A request waits for the last `tokens` of the `total` tokens that `peer` will hold. Makes `Arrived`.
+
+        packed: None lets the office choose by its settings and the size; returns what it chose. tokens 0 only tells
+        the peer that nothing is needed. If the books still hold an earlier transfer of this id (not settled yet), the
+        news is `Fail(transfer_id, reason, settled=True)`: nothing raises.
+        """
+        ...
+
+    def news(self) -> Sequence[ev.Record]:
+        """What happened since the last call: `Admit`, `Ready`, `Fail`, `Free`, `TakeBack`, `Finished`, `Release`.
+
+        The cost of an empty answer is a look at a queue: vLLM asks thousands of times a second.
+        """
+        ...
+
+    def stop(self, drain_s: float) -> None:
+        """Waits until what is finished has been sent, `drain_s` at the most, then ends. May be called twice."""
+        ...
+
+
+class Loading(Protocol):
+    """A scatter under way."""
+
+    def wait(self) -> None:
+        """Returns when work that is enqueued from now on (device stream) or done from now on (host) sees the bytes.
+
+        Raises nothing: a scatter that cannot be carried out ends the engine's step in `Rank.scatter`.
+        """
+        ...
+
+
+class Rank(Protocol):
+    """The worker's side: it owns the `Endpoint`, the transport and the segment pools."""
+
+    @property
+    def card(self) -> RankCard: ...
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Totals since the start; names in `metrics.py`."""
+        ...
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """What is so now; names in `metrics.py`."""
+        ...
+
+    def drain_records(self) -> Sequence[Mapping[str, Any]]:
+        """Records of the transfers that ended since the last call (bounded: old ones are dropped and counted).
+
+        Keys: direction ("send", "receive"), path ("packed", "direct"), why (the reason for the path), ok, reason,
+        bytes, descriptors, and the times that apply: gather_s, post_s, wire_s, scatter_s, handover_s.
+        """
+        ...
+
+    def scatter(self, transfer_id: str, block_ids: BlockIds, first: int, stop: int) -> Loading:
+        """Copies landed tokens [first, stop) into `block_ids`, ordered before whatever the caller does after `wait`.
+
+        When the bytes are out of the landing memory, the rank tells the office, which tells the ledger `Loaded` once
+        every rank has said so: nobody else tells `Loaded` for a transfer that is scattered.
+        """
+        ...
+
+    def fence(self, transfer_ids: Sequence[str]) -> None:
+        """Returns when nothing reads the blocks of these preempted prefills any more (a gather under way)."""
+        ...
+
+    def stop(self, drain_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """What both sides of one engine are opened with. port: of its rank 0, data-parallel offset included."""
+
+    settings: ConnectorSettings
+    engine_id: str
+    tp_size: int
+    dp_rank: int
+    host: str
+    port: int
+    model: str
+    dtype: str
+    block_tokens: int
+    vllm_version: str
+    send: bool
+    receive: bool
+
+
+class OpenRank(Protocol):
+    """`pushkv.reference.rank.open_rank`. `regions`: flat uint8 tensors, one per region of `layout`."""
+
+    def __call__(self, setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[Any]) -> Rank: ...
+
+
+class OpenOffice(Protocol):
+    """`pushkv.reference.office.open_office`. `local`: the rank, when it lives in this process and is the only one."""
+
+    def __call__(self, setup: EngineSetup, cards: Sequence[RankCard], local: Rank | None) -> Office: ...

@@ -1,0 +1,191 @@
+"""The requests of a prefill engine: from their arrival to the moment when nobody reads their blocks any more.
+
+Decides when the protocol is told that a prompt is held, has begun, is complete or will never come, and until when vLLM
+keeps the blocks of a finished request. Does not decide whether, when or how the bytes leave; it has no clock.
+
+    QUEUED -> RUNNING -> SENDING -> OVER        RUNNING -> QUEUED: preempted        QUEUED, RUNNING -> OVER: aborted
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from pushkv.model.protocol import events as ev
+from pushkv.reference.identity import Identity, IdentityError, RequestLike, identify
+from pushkv.reference.ports import BlockIds, Office, StepOrders
+from pushkv.reference.rules import Rules
+
+
+class State(enum.Enum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    SENDING = "sending"
+    OVER = "over"
+
+
+class _Leg:
+    __slots__ = ("identity", "length", "released", "request_id", "state", "tokens", "verdict")
+
+    def __init__(self, request_id: str, identity: Identity, length: int, tokens: int) -> None:
+        self.request_id = request_id
+        self.identity = identity
+        self.length = length  # tokens that must be computed
+        self.tokens = tokens  # the same, rounded up to what the layout can move
+        self.state = State.QUEUED
+        self.released = self.verdict = False
+
+
+class PrefillLegs:
+    """All of one engine. Every call is O(1) in the prompt but for the digest of `add`."""
+
+    def __init__(self, office: Office, rules: Rules, counters: dict[str, float]) -> None:
+        self._office = office
+        self._rules = rules
+        self._counters = counters
+        self._legs: dict[str, _Leg] = {}  # by request id, while vLLM has the request
+        self._keys: dict[str, _Leg] = {}  # by key, while the books have the transfer
+        self._plain: set[str] = set()  # requests that vLLM has and that are no legs
+        self._queued: dict[str, _Leg] = {}
+        self._sending = 0
+        self._gave_way = False
+        self._sent: list[str] = []
+        self._lost_blocks: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether vLLM keeps blocks for us, or must be told that it need not any more."""
+        return bool(self._sending or self._sent)
+
+    def add(self, request: RequestLike) -> None:
+        """First sight of a request with `do_remote_decode`. Later calls for it do nothing."""
+        if request.request_id in self._legs or request.request_id in self._plain:
+            return
+        self._plain.add(request.request_id)
+        length = self._rules.moved(request.num_prompt_tokens)
+        if not self._rules.send:
+            return self._refuse("role")
+        if length < 1:
+            return
+        try:
+            identity = identify(request, randomized=self._rules.randomized_ids)
+        except IdentityError:
+            return self._refuse("identity")
+        if identity.key in self._keys:
+            return self._refuse("ambiguous")
+        if self._rules.backoff and not _truncate(request, self._rules.backoff):
+            self._office.command(ev.Abort(identity.key, "this vLLM cannot stop a prompt early"))
+            return self._refuse("backoff")
+        tokens = self._rules.rounded(length)
+        leg = _Leg(request.request_id, identity, length, tokens)
+        self._plain.discard(request.request_id)
+        self._legs[request.request_id] = self._keys[identity.key] = self._queued[request.request_id] = leg
+        self._office.tell(ev.Hold(identity.key, tokens))
+
+    def _refuse(self, why: str) -> None:
+        """It is served as a plain request; the decode leg finds no partner and gets its verdict by its own bounds."""
+        name = f"requests_refused:{why}"
+        self._counters[name] = self._counters.get(name, 0) + 1
+
+    def scheduled(self, tokens: Mapping[str, int], preempted: Collection[str]) -> None:
+        """One step: who computes `tokens`, who was preempted before."""
+        for request_id in preempted:
+            leg = self._legs.get(request_id)
+            if leg is not None and leg.state is State.RUNNING:
+                leg.state = State.QUEUED
+                self._queued[request_id] = leg
+                self._lost_blocks.append(leg.identity.key)
+                self._office.command(ev.Preempted(leg.identity.key))
+        if self._queued:
+            few: Iterable[str] = self._queued if len(self._queued) < len(tokens) else tokens
+            for request_id in [name for name in few if name in tokens and name in self._queued]:
+                leg = self._queued.pop(request_id)
+                leg.state = State.RUNNING
+                self._office.command(ev.Computed(leg.identity.key, 0, False))
+        self._give_way(bool(tokens))
+
+    def _give_way(self, computes: bool) -> None:
+        """Rule 8, this side: nothing runs, something would, and finished prompts hold the blocks. Said once until
+        something moves again.
+        """
+        stuck = not computes and self._sending > 0 and bool(self._queued)
+        if stuck and not self._gave_way:
+            self._office.command(ev.GiveWay())
+        self._gave_way = stuck
+
+    def finished(self, request: RequestLike, blocks: BlockIds, complete: bool) -> tuple[bool, dict[str, Any] | None]:
+        """vLLM is done with `request`. complete: it stopped by itself (not aborted, not an error).
+
+        Returns whether vLLM must keep the blocks, and what the router passes on to the decode leg.
+        """
+        self._plain.discard(request.request_id)
+        leg = self._legs.pop(request.request_id, None)
+        if leg is None:
+            return False, None
+        self._queued.pop(request.request_id, None)
+        whole = complete and request.num_computed_tokens >= leg.length and any(blocks)
+        if not whole:
+            leg.state = State.OVER
+            reason = "prefill ended without its whole cache" if complete else "prefill aborted"
+            self._office.command(ev.Abort(leg.identity.key, reason))
+            return False, None
+        params = self._rules.params(request.request_id, leg.identity.transfer_id, leg.length)
+        if leg.released:  # the decode engine has given it up meanwhile
+            leg.state = State.OVER
+            return False, params
+        leg.state = State.SENDING
+        self._sending += 1
+        self._office.blocks(leg.identity.key, blocks)
+        self._office.command(ev.Computed(leg.identity.key, leg.tokens, True))
+        return True, params
+
+    def hear(self, news: ev.Record) -> bool:
+        """News of the office; false when it is not about the sending side."""
+        if not isinstance(news, (ev.Release, ev.Finished)):
+            return False
+        leg = self._keys.get(news.transfer_id)
+        if leg is None:
+            return True
+        if isinstance(news, ev.Finished):
+            leg.verdict = True
+        else:
+            leg.released = True
+            self._gave_way = False
+            if leg.state is State.SENDING:
+                leg.state = State.OVER
+                self._sending -= 1
+                self._sent.append(leg.request_id)
+        if leg.verdict and leg.released:
+            del self._keys[news.transfer_id]
+        return True
+
+    def orders(self, out: StepOrders) -> None:
+        """Adds what the workers report in this step."""
+        if self._sent:
+            out.sent, self._sent = self._sent, []
+        if self._lost_blocks:
+            out.preempted, self._lost_blocks = self._lost_blocks, []
+
+    def reset(self) -> None:
+        """The weights have changed: what was computed before is not sent."""
+        for leg in self._keys.values():
+            if leg.state is State.SENDING:
+                self._office.command(ev.Abort(leg.identity.key, "cache was reset"))
+
+
+def _truncate(request: Any, backoff: int) -> bool:
+    """Cuts the last `backoff` tokens off a prompt, before it is scheduled: the decode engine computes them, from the
+    state or the window that this engine has after the token before. False if this version's request is not as known.
+    """
+    everything = getattr(request, "_all_token_ids", None)
+    if not isinstance(everything, list) or request.prompt_token_ids is None or request.num_computed_tokens:
+        return False
+    del request.prompt_token_ids[-backoff:]
+    del everything[-backoff:]
+    request.num_prompt_tokens -= backoff
+    request.max_tokens = 1
+    return True

@@ -1,0 +1,427 @@
+"""One rank's transfer thread: it owns the NIXL agent, the side channel, the rank's machines and its segment memory.
+
+Decides when to look and when to sleep, and translates: frames and completions into events, actions into writes, copies
+and frames. Every rule is in ``pushkv.model.protocol``. It drives itself: vLLM's engine may be idle, or in a step of
+three seconds, and transfers go on. The engine thread only appends to queues (``receive``, ``scatter``).
+
+Nothing here may end the thread but ``stop``: what an event or action of one transfer raises is logged and counted, and
+fails that transfer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from pushkv.model.layout import LayoutError
+from pushkv.model.protocol import Endpoint, MessageError, Settings, decode, encode
+from pushkv.model.protocol import events as ev
+from pushkv.model.protocol import messages as msg
+from pushkv.model.protocol.states import Linking
+from pushkv.reference import facts as facts_
+from pushkv.reference.fellow import Fellow
+from pushkv.reference.landing import Landing, Loading
+from pushkv.reference.office import Forget, Office, Open, Table, Total
+from pushkv.reference.ports import BlockIds, RankCard
+from pushkv.reference.sending import Sending
+
+if TYPE_CHECKING:
+    from pushkv.reference.copies import Copier
+    from pushkv.reference.evidence import Evidence
+    from pushkv.reference.mailbox import Door
+    from pushkv.reference.pools import SegmentPool
+    from pushkv.reference.side_channel import SideChannel
+    from pushkv.reference.trace import Trace
+    from pushkv.reference.transport import Transport
+
+log = logging.getLogger(__name__)
+
+RECORDS = 4096
+"""Records of hand-overs that wait to be fetched at the most."""
+IDLE_S = 1.0
+"""Longest sleep when nothing is open: words and commands wake the thread."""
+OPEN_MS = 1
+"""Between two looks at the transport while a peer may write here or connects: some fabrics need the target's help."""
+ACTIVE_S = 50e-6
+SLOWEST_S = 1e-3
+"""Between two looks while writes or copies of our own are under way: first, and when nothing has moved for long."""
+
+
+class Rank:
+    """``facts`` describes this rank. Every part is given, so that each can be replaced by another transport, or by one
+    that fails on purpose.
+    """
+
+    def __init__(
+        self,
+        facts: facts_.Facts,
+        settings: Settings,
+        *,
+        channel: SideChannel,
+        transport: Transport,
+        staging: tuple[SegmentPool, Copier],
+        landing: Copier,
+        evidence: Evidence | None = None,
+        trace: Trace | None = None,
+        door: Door | None = None,
+        incarnation: int = 0,
+    ) -> None:
+        self.facts, self.settings = facts, settings
+        self.number = facts.rank
+        self._who = f"rank {facts.rank}"
+        self.incarnation = incarnation or secrets.randbits(62) | 1
+        self.channel, self.transport = channel, transport
+        self.bases = np.asarray([region.address for region in facts.regions], np.int64)
+        self.device = facts.regions[0].device if facts.regions else 0
+        self.evidence, self.trace, self.door = evidence, trace, door
+        self.endpoint = Endpoint(self.incarnation, settings, facts_.encode(facts))
+        self.fellows: dict[ev.Link, Fellow] = {}
+        self.counters: dict[str, int] = {}
+        self.times: dict[str, float] = {}
+        self.office: Office | None = None
+        self.sending = Sending(self, *staging)
+        self.landing = Landing(self, landing)
+        self.pending: deque[ev.Record] = deque()
+        self._inbox: deque[object] = deque()
+        self._asked = 0.0
+        self._connecting = ThreadPoolExecutor(2, thread_name_prefix="pushkv-connect")
+        self._open = self._looks = 0
+        self.records: deque[dict[str, Any]] = deque(maxlen=RECORDS)
+        self.card: RankCard | None = None
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._asleep = False
+        channel.poller.register(self._wake_fd, zmq.POLLIN)
+        if door is not None:
+            channel.poller.register(door.socket, zmq.POLLIN)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"pushkv-transfer-{self.number}", daemon=True)
+        self._actions: dict[type[ev.Record], Callable[[Any, float], None]] = {
+            ev.Send: self._send,
+            ev.Connect: self._connect,
+            ev.Disconnect: self._disconnect,
+            ev.Pack: self.sending.pack,
+            ev.Post: self.sending.post,
+            ev.Abandon: self.sending.abandon,
+        }
+
+    # ------------------------------------------------------------ any thread
+
+    def start(self) -> None:
+        """Let the thread run."""
+        self._thread.start()
+
+    def stop(self, drain_s: float = 0.0) -> None:
+        """Wait up to ``drain_s`` for what is open, then end the thread and give everything back."""
+        deadline = time.monotonic() + drain_s
+        while self._thread.is_alive() and self._open and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._stopping.set()
+        self.wake()
+        if self._thread.is_alive():
+            self._thread.join(10.0)
+
+    def receive(self, command: object) -> None:
+        """A command of the office or the host: a record of the protocol, or ``Open``, ``Table``, ``Forget``."""
+        self._inbox.append(command)
+        self.wake()
+
+    def scatter(self, transfer_id: str, block_ids: BlockIds, first: int, stop: int) -> Loading:
+        """Copy what has landed, from token ``first`` on, into ``block_ids`` (which begin with the prompt's first
+        token). What is past ``stop`` is copied too when it has landed: the forward writes it anew.
+        """
+        loading = Loading(transfer_id, block_ids, first)
+        self.receive(loading)
+        return loading
+
+    def fence(self, transfer_ids: Sequence[str]) -> None:
+        """Return when nothing reads the blocks of these preempted prompts. Whole prompts are gathered when they are
+        finished, and what is finished is held and not preempted: there is nothing to wait for.
+        """
+
+    def drain_records(self) -> Sequence[Mapping[str, Any]]:
+        """Records of the transfers that ended since the last call."""
+        found = []
+        while self.records:
+            found.append(self.records.popleft())
+        return found
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """What is held now; names in ``metric_names``."""
+        return {
+            "staging_bytes": float(self.sending.staging.count * self.sending.staging.segment_bytes),
+            "staging_bytes_used": float(self.endpoint.sender.staged_bytes),
+            "writes_open": float(self.sending.writes_open),
+            "leases": float(len(self.sending.prompts)),
+            "peers": float(len(self.fellows)),
+        }
+
+    def wake(self) -> None:
+        """Have the thread look."""
+        if self._asleep:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_write(self._wake_fd, 1)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                try:
+                    self.turn()
+                    self._sleep()
+                except Exception:  # one bad turn must not end the transfers of all others
+                    log.exception("a turn of the transfer thread of rank %d", self.number)
+                    self.count("failed turn")
+                    time.sleep(0.05)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for part in (self._connecting.shutdown, self.channel.close, self.transport.close):
+            try:
+                part()
+            except Exception:
+                log.exception("closing")
+        for extra in (self.evidence, self.trace, self.door):
+            if extra is not None:
+                extra.close()
+        os.close(self._wake_fd)
+
+    def turn(self) -> bool:
+        """Look at everything once; whether anything happened."""
+        now = time.monotonic()
+        if self.office is not None:
+            self.office.turn(now)
+        self._read(now)
+        self.sending.poll(now)
+        self.landing.poll(now)
+        self._evidence(now)
+        busy = False
+        while self.pending or now >= self.endpoint.wake_at:
+            busy = True
+            self._looks = 0
+            self.step(now)
+            if self.office is not None:
+                self.office.turn(now)
+            self._commands(now)
+        return busy
+
+    def _read(self, now: float) -> None:
+        if self.door is not None:
+            self._inbox.extend(self.door.receive())
+        self._commands(now)
+        for link, frame in self.channel.receive():
+            try:
+                message = decode(frame)
+            except MessageError as error:
+                log.debug("a frame of %s: %s", link, error)
+                self.count("messages_refused")
+                continue
+            if self.landing.heard(link, message):
+                self.pending.append(ev.Received(link, message))
+        for agent, notice in self.transport.progress():
+            self.landing.noticed(agent, notice)
+
+    def _commands(self, now: float) -> None:
+        inbox = self._inbox
+        while inbox:
+            command = inbox.popleft()
+            if isinstance(command, Open):
+                if trouble := self.channel.open(command.link, command.host, command.port):
+                    log.warning("%s", trouble)
+                    self.count("unreachable address")
+            elif isinstance(command, Table):
+                self.sending.table(command)
+            elif isinstance(command, Total):
+                self.landing.total(command)
+            elif isinstance(command, Forget):
+                self.landing.forget(command.transfer_id)
+            elif isinstance(command, Loading):
+                self.landing.load(command)
+            else:
+                assert isinstance(command, ev.Record)
+                if isinstance(command, (ev.Expect, ev.Expose)):
+                    self.landing.commanded(command, now)
+                elif isinstance(command, ev.Begin):
+                    self.sending.begin(command, now)
+                self.pending.append(command)
+
+    def step(self, now: float) -> None:
+        """One step of the machines with all that has happened (rule 9: before a timer fires), and its actions."""
+        out: list[ev.Record] = []
+        told: list[ev.Record] = []
+        try:
+            self.endpoint.step(self._drained(told), now, out)
+        except Exception:
+            log.exception("an event that the machines refuse")
+            self.count("refused event")
+        if self.trace is not None:
+            self.trace.step(self._who, now, told)
+        for action in out:
+            carry = self._actions.get(type(action))
+            try:
+                if carry is not None:
+                    carry(action, now)
+                else:
+                    self._report(action, now)
+            except Exception:
+                log.exception("%s", action)
+                self.count("failed action")
+
+    def _drained(self, told: list[ev.Record]) -> Iterator[ev.Record]:
+        pending = self.pending
+        while pending:
+            told.append(pending.popleft())
+            yield told[-1]
+
+    def claim(self, handle: int, now: float) -> bool:
+        """The moment of posting."""
+        granted = self.endpoint.sender.claim(handle, now)
+        if self.trace is not None:
+            self.trace.claim(self._who, now, handle, granted)
+        return granted
+
+    def _report(self, report: ev.Record, now: float) -> None:
+        self.landing.reported(report, now)
+        self.sending.reported(report, now)
+        self.tell_office(report, now)
+
+    def tell_office(self, report: msgspec.Struct, now: float) -> None:
+        """A report of the machines, or ``Loaded``."""
+        if self.office is not None:
+            self.office.report(self.number, report, now)
+        elif self.door is not None:
+            self.door.send(report)
+
+    def _sleep(self) -> None:
+        """Until something can have happened."""
+        active = self.sending.active or self.landing.active
+        peers = self.endpoint.peers
+        self._open = (
+            len(self.sending.prompts) + len(self.landing.inbound) + sum(self.endpoint.busy(link) for link in peers)
+        )
+        if active:
+            self._looks += 1
+            time.sleep(min(SLOWEST_S, ACTIVE_S * (1 << min(self._looks // 64, 8))))
+            return
+        connecting = any(p.state in (Linking.CONNECTING, Linking.GREETING) for p in peers.values())
+        if self._open or connecting:
+            timeout_ms = OPEN_MS
+        else:
+            timeout_ms = max(0, min(IDLE_S, self.endpoint.wake_at - time.monotonic())) * 1000
+        self._asleep = True
+        try:
+            if not (self._inbox or (self.office is not None and self.office.waiting)):
+                self.channel.poller.poll(timeout_ms)
+        finally:
+            self._asleep = False
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+    # ------------------------------------------------------------ actions
+
+    def _send(self, action: ev.Send, now: float) -> None:
+        message = action.message
+        if isinstance(message, (msg.Register, msg.Grant)):
+            message = self.landing.named(action.link, message, now)
+        try:
+            frame = encode(message)
+        except MessageError as error:  # larger than a frame: it is as lost as any other lost message, and told of
+            log.error("%s to %s: %s", type(message).__name__, action.link, error)
+            self.count("oversized")
+            return
+        if not self.channel.send(action.link, frame):
+            self.count("unsent")
+
+    def _connect(self, action: ev.Connect, now: float) -> None:
+        """Compare both sides' facts here, open the transport beside this thread (rule 6)."""
+        link, incarnation = action.link, action.incarnation
+        try:
+            theirs = facts_.decode(action.facts)
+            refusal = facts_.refusal(self.facts, theirs)
+            fellow = None if refusal else Fellow(incarnation, self.facts, theirs)
+        except (facts_.FactsError, LayoutError, ValueError) as error:
+            fellow, refusal = None, str(error)
+        if fellow is None:
+            log.warning("no transfer with %s/%d: %s", *link, refusal)
+            self.count("peers_refused")
+            self.pending.append(ev.Unfit(link, incarnation, refusal[:4096]))
+            return
+        self.fellows[link] = fellow
+        if self.evidence is not None:
+            self.evidence.meet(link, incarnation, theirs.process)
+        if fellow.outgoing is None:
+            self.pending.append(ev.Connected(link, incarnation))
+        else:
+            self._connecting.submit(self._load, link, fellow)
+
+    def _load(self, link: ev.Link, fellow: Fellow) -> None:
+        """Beside the transfer thread: have the transport know the peer."""
+        try:
+            fellow.agent = self.transport.connect(fellow.facts.agent)
+        except Exception as error:  # whatever a transport raises, the machines get their answer
+            log.warning("no transport to %s/%d: %s", *link, error)
+            self.receive(ev.Unfit(link, fellow.incarnation, f"transport: {error}"[:4096]))
+        else:
+            self.receive(ev.Connected(link, fellow.incarnation))
+
+    def _disconnect(self, action: ev.Disconnect, now: float) -> None:
+        fellow = self.fellows.get(action.link)
+        if fellow is None or fellow.incarnation != action.incarnation:
+            return
+        del self.fellows[action.link]
+        if self.evidence is not None:
+            self.evidence.forget(action.link)
+        if fellow.agent:
+            self.transport.disconnect(fellow.agent)
+
+    def _evidence(self, now: float) -> None:
+        """Ask the operating system about peers that are silent for two beats while something is open (E2)."""
+        if self.evidence is None:
+            return
+        beat_s = self.settings.beat_s
+        if now - self._asked >= beat_s:
+            self._asked = now
+            for link, fellow in self.fellows.items():
+                peer = self.endpoint.peers.get(link)
+                if peer is not None and now - peer.heard_at >= 2 * beat_s and self.endpoint.busy(link):
+                    self.evidence.ask(link, fellow.incarnation)
+        for link, incarnation in self.evidence.answers():
+            self.pending.append(ev.ProcessGone(link, incarnation))
+        for link in self.channel.replaced():
+            if link in self.fellows:
+                self.pending.append(ev.ProcessGone(link, self.fellows[link].incarnation))
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Count ``name``."""
+        self.counters[name] = self.counters.get(name, 0) + by
+
+    def count_time(self, name: str, seconds: float) -> None:
+        """Add to ``name`` (s)."""
+        self.times[name] = self.times.get(name, 0.0) + seconds
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Keep the record of one hand-over, for the metrics and the trace."""
+        if len(self.records) == RECORDS:
+            self.count("records_dropped")
+        self.records.append(record)
+        if self.trace is not None:
+            self.trace.record(record)

@@ -1,0 +1,108 @@
+"""The scheduler side of the connector: vLLM's hooks on one side, the office on the other.
+
+Decides which leg a request is (`do_remote_decode`: prefill, `do_remote_prefill`: decode) and the order of things in a
+step: news first, then vLLM's questions, then the orders for the workers. What vLLM is told goes one way only: into the
+metadata of a step, which every worker reports word by word; so every rank reports each thing exactly once, never
+before the scheduler knows. Requests without our parameters are none of our business.
+
+Needs no vLLM: everything it touches of vLLM's objects is named in `identity.RequestLike` and here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pushkv.model.protocol import events as ev
+from pushkv.reference.decode_legs import NOTHING, Answer, DecodeLegs
+from pushkv.reference.identity import RequestLike
+from pushkv.reference.ports import BlockIds, Office, StepOrders
+from pushkv.reference.prefill_legs import PrefillLegs
+from pushkv.reference.rules import Rules
+
+
+class SchedulerSide:
+    """One per engine. Every call comes from vLLM's engine thread and returns at once."""
+
+    def __init__(self, office: Office, rules: Rules) -> None:
+        self._office = office
+        self._rules = rules
+        self.counters: dict[str, float] = {}
+        self.prefill = PrefillLegs(office, rules, self.counters)
+        self.decode = DecodeLegs(office, rules, self.counters)
+
+    def on_new_request(self, request: RequestLike) -> None:
+        """A request was queued. Safe to call again: versions without the hook come here at the first look-up."""
+        params = request.kv_transfer_params
+        if not params:
+            return
+        if params.get("do_remote_prefill"):
+            self.decode.add(request)
+        elif params.get("do_remote_decode"):
+            self.prefill.add(request)
+
+    def matched_tokens(self, request: RequestLike, computed: int) -> Answer:
+        """`get_num_new_matched_tokens`."""
+        if not request.kv_transfer_params:
+            return NOTHING
+        self._hear()
+        self.on_new_request(request)
+        return self.decode.matched(request, computed)
+
+    def allocated(self, request: RequestLike, blocks: Any, external: int) -> None:
+        """`update_state_after_alloc`."""
+        if request.kv_transfer_params:
+            self.decode.allocated(request, blocks, external)
+
+    def step(self, scheduled: Mapping[str, int], preempted: set[str] | None) -> StepOrders:
+        """`build_connector_meta`: the end of a scheduling pass; what the workers do and report in this step.
+
+        scheduled: tokens that each request computes in it. preempted: requests that lost their blocks in this pass or
+        since the last one.
+        """
+        self._hear()
+        self.prefill.scheduled(scheduled, preempted or ())
+        orders = StepOrders()
+        self.prefill.orders(orders)
+        self.decode.step(bool(scheduled), orders)
+        return orders
+
+    def finished(
+        self, request: RequestLike, blocks: tuple[list[int], ...], complete: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """`request_finished_all_groups`; complete: it ended by length or by a stop, not by an abort or an error."""
+        if not request.kv_transfer_params:
+            return False, None
+        self.decode.finished(request)
+        selected: BlockIds = self._rules.select(blocks) if blocks else ()
+        return self.prefill.finished(request, selected, complete)
+
+    @property
+    def pending(self) -> bool:
+        """`has_pending_push_work`: the engine must go on stepping although it has nothing to compute."""
+        return self.prefill.waiting or self.decode.waiting
+
+    def reset(self) -> bool:
+        """`reset_cache`: nothing computed with the old weights is sent or loaded from now on."""
+        self._hear()
+        self.prefill.reset()
+        self.decode.reset()
+        return True
+
+    def stop(self, drain_s: float) -> None:
+        self._office.stop(drain_s)
+
+    def readings(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Counters and gauges of this side and of the office, for the metrics."""
+        counters = {**self._office.counters, **self.counters}
+        gauges = {"open_outgoing": float(len(self.prefill)), "open_incoming": float(len(self.decode))}
+        return counters, {**self._office.gauges, **gauges}
+
+    def _hear(self) -> None:
+        for news in self._office.news():
+            if not self.decode.hear(news) and not self.prefill.hear(news):
+                self._unknown(news)
+
+    def _unknown(self, news: ev.Record) -> None:
+        name = f"unknown_{type(news).__name__.lower()}"
+        self.counters[name] = self.counters.get(name, 0) + 1

@@ -1,0 +1,126 @@
+"""What one engine's machines were told, as a file that can be played again: one JSON document per line.
+
+A line is ``["start", {...}]``, ``["step", at_s, who, [[kind, {...}], ...]]`` (``who``: ``ledger`` or ``rank N``; what it
+was told in one step; a frame is kept as it came), ``["claim", at_s, who, handle, granted]``, ``["verdict", at_s, kind, {...}]`` (what the ledger told vLLM) or
+``["record", {...}]`` (one hand-over's times). ``replay`` feeds the events to new machines and compares the verdicts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pushkv.model.protocol import Endpoint, Ledger, LocalProtocolError, Settings
+from pushkv.model.protocol import events as ev
+from pushkv.reference.wire import plain, record
+
+SCHEMA = 1
+
+
+class TraceError(ValueError):
+    """A file that is no trace."""
+
+
+class Trace:
+    """Writes ``path``. Used from the transfer thread (and, with several ranks, the office's); lines are flushed as
+    verdicts fall, so that a killed process leaves all that was decided.
+    """
+
+    def __init__(self, path: str, settings: Settings, ranks: int, incarnations: dict[int, int], engine: str) -> None:
+        self._file = Path(path).open("ab")  # noqa: SIM115 - closed by ``close``
+        incarnation = {f"rank {rank}": number for rank, number in incarnations.items()}
+        start = {"schema": SCHEMA, "engine": engine, "settings": asdict(settings), "ranks": ranks, "who": incarnation}
+        self._write(["start", start])
+
+    def step(self, who: str, now: float, events: Iterable[ev.Record]) -> None:
+        """``who`` is told ``events``, in one step; none: a timer goes off."""
+        self._write(["step", now, who, [plain(event) for event in events]])
+
+    def claim(self, who: str, now: float, handle: int, granted: bool) -> None:
+        """``who`` was asked at the moment of posting."""
+        self._write(["claim", now, who, handle, granted])
+
+    def verdict(self, now: float, action: ev.Record) -> None:
+        """The ledger tells vLLM ``action``."""
+        self._write(["verdict", now, *plain(action)])
+        self._file.flush()
+
+    def record(self, record: dict[str, Any]) -> None:
+        """One hand-over."""
+        self._write(["record", record])
+        self._file.flush()
+
+    def close(self) -> None:
+        """No more."""
+        self._file.close()
+
+    def _write(self, line: list[Any]) -> None:
+        if not self._file.closed:
+            self._file.write(msgspec.json.encode(line) + b"\n")
+
+
+def lines(path: Path) -> Iterator[list[Any]]:
+    """The lines of a trace. Raises ``TraceError`` that names the line."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                line = msgspec.json.decode(raw)
+            except msgspec.DecodeError as error:
+                raise TraceError(f"{path}:{number}: {error}") from None
+            if not isinstance(line, list) or not line or not isinstance(line[0], str):
+                raise TraceError(f"{path}:{number}: not a line of a trace")
+            yield line
+
+
+def replay(path: Path) -> tuple[list[str], list[str]]:
+    """(told, expected): the verdicts of new machines that are told what the file says, and those in the file.
+
+    The machines' reports travel between rank and ledger as they did: both are in the file. Raises ``TraceError``.
+    """
+    endpoints: dict[str, Endpoint] = {}
+    ledger: Ledger | None = None
+    told: list[str] = []
+    expected: list[str] = []
+    for line in lines(path):
+        word = line[0]
+        if word == "start":
+            settings = Settings(**line[1]["settings"])
+            ledger = Ledger(settings, line[1]["ranks"])
+            endpoints = {who: Endpoint(number, settings) for who, number in line[1]["who"].items()}
+        elif ledger is None:
+            raise TraceError(f"{path}: begins without a start")
+        elif word == "step":
+            _, now, who, events = line
+            out: list[ev.Record] = []
+            machine: Endpoint | Ledger = ledger if who == "ledger" else endpoints[who]
+            with contextlib.suppress(LocalProtocolError):  # refused then, refused now
+                machine.step([_read(*event) for event in events], now, out)
+            if who == "ledger":
+                told += [_text(action) for action in out if not isinstance(action, (ev.ToRank, ev.ToRanks))]
+        elif word == "claim":
+            _, now, who, handle, granted = line
+            if endpoints[who].sender.claim(handle, now) is not granted:
+                told.append(f"claim of {handle} by {who}: {not granted}")
+                expected.append(f"claim of {handle} by {who}: {granted}")
+        elif word == "verdict":
+            expected.append(_text(_read(line[2], line[3])))
+    return told, expected
+
+
+def _read(kind: str, fields: dict[str, Any]) -> ev.Record:
+    try:
+        event = record(kind, fields)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise TraceError(f"no event: {kind} {error}") from None
+    assert isinstance(event, ev.Record)
+    return event
+
+
+def _text(action: ev.Record) -> str:
+    kind, fields = plain(action)
+    return f"{kind} {msgspec.json.encode(fields).decode()}"

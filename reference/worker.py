@@ -1,0 +1,101 @@
+"""The worker side of the connector: opens this worker's rank, and does and reports what the scheduler ordered.
+
+Decides nothing about transfers: it is a dumb reporter. What a step's metadata says is done in that step and reported in
+that step, once. Does not import vLLM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from pushkv.model.layout import GroupKind, Layout
+from pushkv.reference.caches import Ranks, layouts_of
+from pushkv.reference.cpu_formats import CpuFormat
+from pushkv.reference.memory import free_and_margin, sizes
+from pushkv.reference.ports import EngineSetup, OpenRank, Rank, RankCard, StepOrders
+
+
+class WorkerSide:
+    """One per worker process (at TP1 in the scheduler's). Every call comes from the worker's thread."""
+
+    def __init__(self, setup: EngineSetup, ranks: Ranks, open_rank: OpenRank) -> None:
+        self._setup = setup
+        self._ranks = ranks
+        self._open_rank = open_rank
+        self.rank: Rank | None = None
+        self.layout: Layout | None = None
+        self._sent: set[str] = set()
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._invalid: set[int] = set()
+
+    def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any, cpu: CpuFormat | None) -> Rank:
+        """Reads the layout, sizes landing and staging memory, and opens the rank.
+
+        Raises `CacheError` or `SettingsError`: the engine does not start.
+        """
+        setup = self._setup
+        name = f"{setup.model} on {setup.engine_id}"
+        layout, regions = layouts_of(kv_caches, kv_cache_config, name=name, ranks=self._ranks, cpu=cpu)
+        device = regions[0].device
+        free, margin = free_and_margin(device.type, device.index)
+        if device.type == "cpu":
+            free //= setup.tp_size  # every rank of this machine looks at the same memory
+        found = sizes(setup.settings, free, margin, send=setup.send, receive=setup.receive)
+        settings = setup.settings.with_memory(found.landing_bytes, found.staging_bytes)
+        setup = dataclasses.replace(setup, settings=settings)
+        self.layout = layout
+        self.rank = self._open_rank(setup, self._ranks.tp_rank, layout, regions)
+        return self.rank
+
+    @property
+    def card(self) -> RankCard | None:
+        return None if self.rank is None else self.rank.card
+
+    def preempted(self, orders: StepOrders) -> None:
+        """`handle_preemptions`: before this step overwrites what was preempted."""
+        if orders.preempted and self.rank is not None:
+            self.rank.fence(orders.preempted)
+
+    def begin(self, orders: StepOrders) -> None:
+        """`bind_connector_metadata`: what this step reports, whichever hook asks for it first."""
+        self._sent.update(orders.sent)
+        self._received.update(orders.received)
+        self._failed.update(orders.failed)
+        self._invalid.update(orders.invalid)
+
+    def load(self, orders: StepOrders) -> None:
+        """`start_load_kv`: all scatters are begun, then all are waited for."""
+        if not orders.load or self.rank is None:
+            return
+        loads, orders.load = orders.load, []  # a second call in this step finds nothing to do
+        rank = self.rank
+        for under_way in [rank.scatter(one.transfer_id, one.blocks, one.first, one.stop) for one in loads]:
+            under_way.wait()
+
+    def results(self) -> tuple[set[str], set[str], set[str]]:
+        """Sent, received, failed: what has not been reported yet."""
+        found = self._sent, self._received, self._failed
+        self._sent, self._received, self._failed = set(), set(), set()
+        return found
+
+    def invalid(self) -> set[int]:
+        """Blocks whose load failed."""
+        found, self._invalid = self._invalid, set()
+        return found
+
+    def stop(self, drain_s: float) -> None:
+        if self.rank is not None:
+            self.rank.stop(drain_s)
+            self.rank = None
+
+
+def bytes_per_token(layout: Layout) -> int:
+    """Of one rank, over all layers of its full-attention groups."""
+    return sum(
+        view.row_bytes * (view.head_stop - view.head_start)
+        for view in layout.views
+        if layout.groups[view.group].kind is GroupKind.FULL
+    )

@@ -1,0 +1,222 @@
+"""Engines in memory: the real `Endpoint` and `Ledger` of every engine, a transport that is a dictionary, no vLLM.
+
+No message is made up: what one half hears, the other half has said. An `Engine` fulfils the ports `Office` and `Rank`;
+`vllm_like.py` drives a `SchedulerSide` on top of it. Caches hold token ids, so that wrong or stale content is seen.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pushkv.model.protocol import Settings
+from pushkv.model.protocol import events as ev
+from pushkv.model.protocol.endpoint import Endpoint
+from pushkv.model.protocol.ledger import Ledger
+from pushkv.model.protocol.messages import Message, decode, encode
+from pushkv.model.protocol.states import Incoming
+from pushkv.reference.ports import Address, BlockIds, RankCard
+
+BLOCK = 4
+SEGMENT = 8
+"""Tokens of a block and of a segment."""
+
+Cell = tuple[int, int]
+_REPORTS = (ev.Offered, ev.Landed, ev.Broken, ev.Settled, ev.Sent, ev.Released)
+_NEWS = (ev.Admit, ev.Ready, ev.Fail, ev.Free, ev.TakeBack, ev.Finished, ev.Release)
+
+
+@dataclass
+class Cluster:
+    """All engines, the wire between them, and the time. cut: engines that nobody hears. stuck: no write ends."""
+
+    now: float = 100.0
+    engines: dict[str, Engine] = field(default_factory=dict)
+    wire: deque[tuple[str, str, bytes]] = field(default_factory=deque)
+    cut: set[str] = field(default_factory=set)
+    stuck: bool = False
+
+    def settle(self) -> None:
+        """Until nobody has anything to do at this time."""
+        busy = True
+        while busy:
+            busy = False
+            for engine in list(self.engines.values()):
+                busy |= engine.pump()
+            while self.wire:
+                source, target, frame = self.wire.popleft()
+                busy = True
+                if target in self.engines and not self.cut & {source, target}:
+                    self.engines[target].hear(source, decode(frame))
+
+    def wait(self, seconds: float) -> None:
+        end = self.now + seconds
+        self.settle()
+        while self.now < end:
+            soonest = min((engine.endpoint.wake_at for engine in self.engines.values()), default=end)
+            self.now = min(end, max(soonest, self.now + 1e-3))
+            for engine in self.engines.values():
+                engine.wake()
+            self.settle()
+
+
+class Engine:
+    """One engine of one rank; its office and its rank."""
+
+    def __init__(
+        self, cluster: Cluster, name: str, *, packed: bool = True, incarnation: int = 0, **protocol: Any
+    ) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.packed = packed
+        settings = Settings(**{"landing_segments": 64, **protocol})
+        self.endpoint = Endpoint(incarnation or 1000 + len(cluster.engines), settings)
+        self.ledger = Ledger(settings)
+        self.cache: dict[Cell, int] = {}
+        self.tables: dict[str, BlockIds] = {}
+        self.landing: dict[Any, dict[int, int]] = {}
+        self.memory: dict[str, Any] = {}
+        self.staged: dict[int, dict[int, int]] = {}
+        self.held_writes: list[ev.Post] = []
+        self.arrivals: list[tuple[str, int, int, bool]] = []
+        self.fenced: list[str] = []
+        self.told: list[ev.Record] = []
+        self.counters: Mapping[str, float] = {}
+        self.gauges: Mapping[str, float] = {}
+        self.stopped = False
+        self._todo: deque[tuple[str, ev.Record]] = deque()
+        self._news: list[ev.Record] = []
+        cluster.engines[name] = self
+
+    @property
+    def card(self) -> RankCard:
+        return RankCard(0, 1 << 20, 1 << 20, 1)
+
+    # ------------------------------------------------------------ Office
+
+    def tell(self, event: ev.Record) -> None:
+        self.told.append(event)
+        self._todo.append(("ledger", event))
+
+    def command(self, command: ev.Record) -> None:
+        self.told.append(command)
+        self._todo.append(("rank", command))
+
+    def blocks(self, transfer_id: str, block_ids: BlockIds) -> None:
+        self.tables[transfer_id] = block_ids
+
+    def arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool | None) -> bool:
+        packed = self.packed if packed is None else packed
+        self.arrivals.append((transfer_id, tokens, total, packed))
+        segments = -(-tokens // SEGMENT) if packed else 0
+        links = (((peer.engine_id, 0),),)
+        self._todo.append(("ledger", ev.Arrived(transfer_id, peer.engine_id, links, tokens, packed, segments)))
+        return packed
+
+    def news(self) -> Sequence[ev.Record]:
+        found, self._news = self._news, []
+        return found
+
+    def stop(self, drain_s: float) -> None:
+        self.stopped = True
+
+    # ------------------------------------------------------------ Rank
+
+    def scatter(self, transfer_id: str, block_ids: BlockIds, first: int, stop: int) -> Engine:
+        content = self.landing[tuple(self.memory[transfer_id])]
+        for token in range(first, stop):
+            self.cache[block_ids[0][token // BLOCK], token % BLOCK] = content[token]
+        self.tell(ev.Loaded(transfer_id))
+        return self
+
+    def wait(self) -> None:
+        """As `Loading`: it is done."""
+
+    def fence(self, transfer_ids: Sequence[str]) -> None:
+        self.fenced += transfer_ids
+
+    def drain_records(self) -> Sequence[Mapping[str, Any]]:
+        return ()
+
+    # ------------------------------------------------------------ the machines
+
+    def hear(self, source: str, message: Message) -> None:
+        self._todo.append(("rank", ev.Received((source, 0), message)))
+
+    def wake(self) -> None:
+        out: list[ev.Record] = []
+        self.endpoint.step((), self.cluster.now, out)
+        self._carry_out(out)
+
+    def release_writes(self) -> None:
+        """The stuck writes go through."""
+        writes, self.held_writes = self.held_writes, []
+        for post in writes:
+            self._write(post)
+
+    def pump(self) -> bool:
+        worked = False
+        while self._todo:
+            worked = True
+            target, record = self._todo.popleft()
+            out: list[ev.Record] = []
+            if target == "rank":
+                self.endpoint.step((record,), self.cluster.now, out)
+            elif not self._stale(record):
+                self.ledger.step((record,), self.cluster.now, out)
+            later, self._todo = self._todo, deque()
+            self._carry_out(out)
+            self._todo.extend(later)  # what follows from an event comes before the next event
+        return worked
+
+    def _stale(self, record: ev.Record) -> bool:
+        """What an office keeps from the ledger: events about a transfer whose news the host has not heard yet."""
+        entry = self.ledger._in.get(getattr(record, "transfer_id", ""))
+        if isinstance(record, ev.Loaded):
+            return entry is None or entry.state is not Incoming.READY
+        if isinstance(record, ev.Arrived) and entry is not None:
+            self._news.append(ev.Fail(record.transfer_id, "still being settled", True))
+            return True
+        return False
+
+    def _carry_out(self, actions: list[ev.Record]) -> None:
+        for action in actions:
+            if isinstance(action, _NEWS):
+                if isinstance(action, ev.Ready):
+                    self.memory[action.transfer_id] = action.memory
+                self._news.append(action)
+            elif isinstance(action, _REPORTS):
+                self._todo.append(("ledger", ev.FromRank(0, action)))
+            elif isinstance(action, (ev.ToRank, ev.ToRanks)):
+                self._todo.append(("rank", action.command))
+            elif isinstance(action, ev.Send):
+                self.cluster.wire.append((self.name, action.link[0], encode(action.message)))
+            elif isinstance(action, ev.Connect):
+                self._todo.append(("rank", ev.Connected(action.link, action.incarnation)))
+            elif isinstance(action, ev.Pack):
+                self.staged[action.handle] = self._read(action.transfer_id, action.start, action.stop)
+                self._todo.append(("rank", ev.Packed(action.handle)))
+            elif isinstance(action, ev.Post):
+                if self.endpoint.sender.claim(action.handle, self.cluster.now):
+                    self.held_writes.append(action)
+                    if not self.cluster.stuck:
+                        self.release_writes()
+            elif not isinstance(action, (ev.Abandon, ev.Disconnect)):
+                raise AssertionError(f"unknown action {action}")
+
+    def _read(self, tid: str, start: int, stop: int) -> dict[int, int]:
+        table = self.tables[tid][0]
+        return {token: self.cache[table[token // BLOCK], token % BLOCK] for token in range(start, stop)}
+
+    def _write(self, post: ev.Post) -> None:
+        peer = self.cluster.engines[post.link[0]]
+        content = self.staged.pop(post.handle) if post.packed else self._read(post.transfer_id, post.start, post.stop)
+        if post.packed:
+            peer.landing.setdefault(tuple(post.memory), {}).update(content)
+        else:
+            table = peer.tables[post.transfer_id][0]
+            for token, value in content.items():
+                peer.cache[table[token // BLOCK], token % BLOCK] = value
+        self._todo.append(("rank", ev.WriteDone(post.handle)))

@@ -1,0 +1,475 @@
+"""The scheduler side on a pair of engines whose protocol is the real one."""
+
+from __future__ import annotations
+
+import pytest
+
+from .vllm_like import Pair, Status
+
+PATHS = pytest.mark.parametrize("packed", [True, False], ids=["packed", "direct"])
+ORDERS = pytest.mark.parametrize("first", ["prefill", "decode", "together"])
+
+
+@PATHS
+@ORDERS
+def test_a_prompt_is_handed_over(packed: bool, first: str) -> None:
+    pair = Pair(packed=packed)
+    prompt = pair.prompt(21)
+    if first == "prefill":
+        p = pair.prefill(prompt)
+        pair.steps(3)
+        d = pair.decode(prompt)
+    else:
+        d = pair.decode(prompt)
+        if first == "decode":
+            pair.steps(3)
+        p = pair.prefill(prompt)
+    pair.until_quiet()
+    assert p.status is d.status is Status.STOPPED
+    assert d.load == ([(20, False)] if packed else [(21, True), (0, False)])
+    pair.check_nothing_left()
+
+
+def test_packed_holds_no_block_while_it_waits() -> None:
+    pair = Pair()
+    prompt = pair.prompt(21)
+    pair.decode(prompt)
+    pair.steps(5)
+    assert len(pair.d.free) == 64
+
+
+@PATHS
+def test_a_local_prefix_is_not_asked_for(packed: bool) -> None:
+    pair = Pair(packed=packed)
+    prompt = pair.prompt(21)
+    d = pair.decode(prompt, hit=8)
+    pair.steps()
+    pair.prefill(prompt)
+    pair.until_quiet()
+    assert pair.d.engine.arrivals == [(d_key(pair), 13, 21, packed)]
+    assert d.load[0] == ((12, False) if packed else (13, True))
+    pair.check_nothing_left()
+
+
+def d_key(pair: Pair) -> str:
+    return pair.d.engine.arrivals[0][0]
+
+
+@pytest.mark.parametrize("then", [0, 4, 12, 20])
+@PATHS
+def test_a_local_prefix_may_change_until_the_load(packed: bool, then: int) -> None:
+    """Smaller than what landed: computed here, never a gap. Larger: less is scattered."""
+    pair = Pair(packed=packed)
+    prompt = pair.prompt(21)
+    d = pair.decode(prompt, hit=8)
+    pair.steps()
+    d.hit = then
+    pair.prefill(prompt)
+    pair.until_quiet()
+    assert d.status is Status.STOPPED
+    useful = 20 - then if packed and then >= 8 else 0
+    assert d.load[0][0] == useful
+    pair.check_nothing_left()
+
+
+@PATHS
+def test_a_full_local_prefix_lets_the_prefill_engine_go(packed: bool) -> None:
+    pair = Pair(packed=packed)
+    prompt = pair.prompt(21)
+    d = pair.decode(prompt, hit=20)
+    p = pair.prefill(prompt)
+    pair.until_quiet()
+    assert (p.status, d.status) == (Status.STOPPED, Status.STOPPED)
+    assert d.load == [(0, False)]
+    pair.check_nothing_left()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+@PATHS
+def test_tiny_prompts(packed: bool, tokens: int) -> None:
+    pair = Pair(packed=packed)
+    prompt = pair.prompt(tokens)
+    p, d = pair.prefill(prompt), pair.decode(prompt)
+    pair.until_quiet()
+    assert p.status is d.status is Status.STOPPED
+    assert bool(pair.d.engine.arrivals) == (tokens > 1)
+    pair.check_nothing_left()
+
+
+def test_requests_without_our_parameters_are_left_alone() -> None:
+    pair = Pair()
+    for params in (None, {}, {"something": "else"}):
+        request = pair.prefill(pair.prompt(9))
+        request.kv_transfer_params = params
+    pair.p.side.prefill._legs.clear()
+    pair.p.side.prefill._keys.clear()
+    pair.p.side.prefill._queued.clear()
+    for params in (None, {}, {"something": "else"}):
+        request = pair.decode(pair.prompt(9), params={})
+        pair.d.side.decode.finished(request)
+        request.kv_transfer_params = params
+    pair.steps(6)
+    assert not pair.d.requests and not pair.p.requests
+
+
+# ---------------------------------------------------------------- aborts
+
+
+@pytest.mark.parametrize("steps", range(8))
+@PATHS
+@ORDERS
+def test_the_decode_leg_may_be_aborted_at_any_step(packed: bool, first: str, steps: int) -> None:
+    pair = Pair(packed=packed)
+    prompt = pair.prompt(21)
+    if first == "prefill":
+        pair.prefill(prompt)
+        pair.steps(2)
+    d = pair.decode(prompt, max_tokens=4)
+    if first == "together":
+        pair.prefill(prompt)
+    for _ in range(steps):
+        pair.steps()
+    pair.d.abort(d)
+    if first == "decode":
+        pair.prefill(prompt)
+    pair.until_quiet()
+    pair.check_nothing_left()
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("steps", range(5))
+@PATHS
+def test_aborts_between_the_halves_of_a_step(packed: bool, steps: int, half: bool) -> None:
+    """The news are in the queue, and vLLM does not know them yet."""
+    pair = Pair(packed=packed)
+    prompt = pair.prompt(21)
+    pair.prefill(prompt)
+    d = pair.decode(prompt, max_tokens=4)
+    for _ in range(steps):
+        pair.p.step()
+        pair.d.step()
+        pair.cluster.settle()
+    if half:
+        pair.p.step()
+    pair.d.abort(d)
+    pair.until_quiet()
+    pair.check_nothing_left()
+
+
+@pytest.mark.parametrize("steps", range(5))
+@pytest.mark.parametrize("recompute", [True, False])
+@PATHS
+def test_the_prefill_leg_may_be_aborted_at_any_step(packed: bool, recompute: bool, steps: int) -> None:
+    pair = Pair(packed=packed, p={"chunk": 6}, d={"recompute": recompute})
+    prompt = pair.prompt(21)
+    p, d = pair.prefill(prompt), pair.decode(prompt)
+    pair.steps(steps)
+    ended = p.over
+    pair.p.abort(p)
+    pair.until_quiet()
+    assert d.status is (Status.STOPPED if recompute or ended else Status.ERROR)
+    pair.check_nothing_left()
+
+
+@PATHS
+def test_writes_in_flight_keep_the_blocks_of_an_aborted_request(packed: bool) -> None:
+    """The fence: an abort frees nothing that somebody may still write into."""
+    pair = Pair(packed=packed)
+    prompt = pair.prompt(21)
+    pair.prefill(prompt)
+    d = pair.decode(prompt)
+    pair.cluster.stuck = True
+    pair.steps(4)
+    assert pair.p.engine.held_writes
+    pair.d.abort(d)
+    pair.steps(5)
+    assert (len(pair.d.free) == 64) == packed  # packed: it never had a block
+    assert pair.d.engine.ledger.landing_free == (61 if packed else 64)
+    pair.cluster.stuck = False
+    pair.p.engine.release_writes()
+    pair.cluster.settle()
+    pair.until_quiet()
+    pair.check_nothing_left()
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@PATHS
+def test_a_prefill_engine_that_falls_silent(packed: bool, recompute: bool) -> None:
+    pair = Pair(packed=packed, d={"recompute": recompute})
+    prompt = pair.prompt(21)
+    d = pair.decode(prompt)
+    pair.prefill(prompt, transfer_id="another")  # so that they know each other
+    pair.steps(3)
+    pair.cluster.cut.add("P")
+    for _ in range(40):
+        pair.d.step()
+        pair.cluster.wait(0.5)
+    assert d.status is (Status.STOPPED if recompute else Status.ERROR)
+
+
+def test_a_direct_load_that_fails_unsettled_gives_its_error_at_once_and_its_blocks_later() -> None:
+    pair = Pair(packed=False, d={"recompute": False})
+    prompt = pair.prompt(21)
+    pair.prefill(prompt)
+    d = pair.decode(prompt)
+    pair.cluster.stuck = True
+    pair.steps(4)
+    assert pair.p.engine.held_writes and d.status is Status.REMOTE
+    pair.cluster.cut.add("P")
+    for _ in range(40):
+        pair.d.step()
+        pair.cluster.wait(0.5)
+    assert d.status is Status.ERROR
+    assert d.request_id in pair.d.requests and len(pair.d.free) < 64
+    pair.cluster.cut.clear()
+    pair.cluster.stuck = False
+    pair.p.engine.release_writes()
+    pair.until_quiet(seconds=1.0)
+    pair.check_nothing_left()
+
+
+def test_a_direct_load_that_fails_unsettled_is_not_computed_into_the_same_blocks() -> None:
+    pair = Pair(packed=False, d={"recompute": True})
+    prompt = pair.prompt(21)
+    pair.prefill(prompt)
+    d = pair.decode(prompt)
+    pair.cluster.stuck = True
+    pair.steps(4)
+    pair.cluster.cut.add("P")
+    for _ in range(40):
+        pair.d.step()
+        pair.cluster.wait(0.5)
+    assert d.status is Status.REMOTE
+    pair.cluster.cut.clear()
+    pair.cluster.stuck = False
+    pair.p.engine.release_writes()
+    pair.until_quiet(seconds=1.0)
+    assert d.status is Status.STOPPED
+    pair.check_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"remote_host": None},
+        {"remote_port": 0},
+        {"remote_port": "x"},
+        {"remote_port": 70000},
+        {"tp_size": 10**9},
+        {"tp_size": True},
+        {"remote_engine_id": ""},
+        {"remote_engine_id": "a b"},
+        {"transfer_id": 5},
+        {"transfer_id": "x" * 5000},
+    ],
+)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_parameters_come_from_the_network(params: dict[str, object], recompute: bool) -> None:
+    pair = Pair(d={"recompute": recompute})
+    d = pair.decode(pair.prompt(9), params=params)
+    pair.until_quiet()
+    assert d.status is (Status.STOPPED if recompute else Status.ERROR)
+    pair.check_nothing_left()
+
+
+def test_the_role_is_kept() -> None:
+    pair = Pair(d={"recompute": True})
+    wrong = pair.d.add(pair.prefill(pair.prompt(9)))
+    pair.p.abort(wrong)
+    wrong.status = Status.WAITING
+    pair.d.requests[wrong.request_id] = wrong
+    pair.until_quiet()
+    assert wrong.status is Status.STOPPED and wrong.returned is None
+    assert pair.d.side.counters["requests_refused:role"] == 1
+
+
+# ---------------------------------------------------------------- identity
+
+
+def test_another_prompt_under_the_same_id_never_meets() -> None:
+    pair = Pair(orphan_s=5.0)
+    p = pair.prefill(pair.prompt(21, seed=1))
+    d = pair.decode(pair.prompt(21, seed=2))
+    pair.steps(4)
+    assert d.status is Status.WAITING
+    pair.until_quiet(seconds=0.5, most=2000)
+    assert p.status is Status.STOPPED and d.status is Status.ERROR
+
+
+def test_children_of_one_request_are_transfers_of_their_own() -> None:
+    pair = Pair()
+    prompt = pair.prompt(21)
+    for child in range(3):
+        pair.prefill(prompt, request_id=f"{child}_chatcmpl-x-1234567{child}")
+    decodes = [pair.decode(prompt, request_id=f"{child}_chatcmpl-y-abcdef0{child}") for child in (2, 0, 1)]
+    pair.until_quiet()
+    assert all(d.status is Status.STOPPED and d.load[0] == (20, False) for d in decodes)
+    pair.check_nothing_left()
+
+
+def test_without_a_transfer_id_the_request_ids_meet() -> None:
+    pair = Pair()
+    prompt = pair.prompt(21)
+    pair.prefill(prompt, transfer_id=None, request_id="chatcmpl-abc-00000001")
+    d = pair.decode(prompt, transfer_id=None, request_id="chatcmpl-abc-99999999")
+    pair.until_quiet()
+    assert d.load == [(20, False)]
+    pair.check_nothing_left()
+
+
+def test_an_ambiguous_id_is_refused_on_both_sides() -> None:
+    pair = Pair(d={"recompute": True})
+    prompt = pair.prompt(21)
+    p = [pair.prefill(prompt), pair.prefill(prompt)]
+    d = [pair.decode(prompt), pair.decode(prompt)]
+    pair.until_quiet()
+    assert [one.returned is not None for one in p] == [True, False]
+    assert [one.load[0][0] for one in d] == [20, 0]
+    assert pair.p.side.counters["requests_refused:ambiguous"] == 1
+    pair.check_nothing_left()
+
+
+def test_what_the_router_gets_leads_the_decode_leg_to_the_prefill() -> None:
+    """Sequential routers: the decode leg is sent with what the prefill leg returned."""
+    pair = Pair()
+    prompt = pair.prompt(21)
+    p = pair.prefill(prompt, transfer_id=None, request_id="0_cmpl-abc-1-0000000a")
+    pair.steps(3)
+    assert p.returned is not None and p.returned["transfer_id"] == "cmpl-abc"
+    d = pair.decode(prompt, transfer_id=None, request_id="0_cmpl-other-1-0000000b", params=p.returned)
+    pair.until_quiet()
+    assert d.load == [(20, False)]
+    assert p.returned == {
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "P", "remote_host": "127.0.0.1",
+        "remote_port": 5600, "tp_size": 1, "remote_request_id": "0_cmpl-abc-1-0000000a", "remote_block_ids": [],
+        "remote_num_tokens": 21, "transfer_id": "cmpl-abc", "transfer_mode": "push",
+    }  # fmt: skip
+    pair.check_nothing_left()
+
+
+# ---------------------------------------------------------------- preemption, memory, the rest
+
+
+@PATHS
+def test_a_prefill_that_is_preempted_goes_on_later(packed: bool) -> None:
+    pair = Pair(packed=packed, p={"chunk": 6})
+    prompt = pair.prompt(21)
+    p, d = pair.prefill(prompt), pair.decode(prompt)
+    pair.steps(2)
+    pair.p.preempt(p)
+    pair.until_quiet()
+    assert p.preemptions == 1 and d.load[0][0] >= 20
+    assert pair.p.engine.fenced
+    pair.check_nothing_left()
+
+
+@PATHS
+def test_a_decode_that_is_preempted_after_its_load_computes_here(packed: bool) -> None:
+    pair = Pair(packed=packed)
+    prompt = pair.prompt(21)
+    pair.prefill(prompt)
+    d = pair.decode(prompt, max_tokens=30)
+    pair.steps(8)
+    assert d.status is Status.RUNNING
+    pair.d.preempt(d)
+    pair.until_quiet()
+    assert d.status is Status.STOPPED and d.load[-1] == (0, False)
+    pair.check_nothing_left()
+
+
+def test_a_prefill_preempted_in_its_last_step_is_not_delivered() -> None:
+    """Old versions end such a request without its blocks: the decode engine is told, and nothing is held."""
+    pair = Pair(d={"recompute": True})
+    prompt = pair.prompt(21)
+    p, d = pair.prefill(prompt), pair.decode(prompt)
+    pair.p.side.prefill.scheduled({p.request_id: 21}, ())
+    pair.p.waiting.remove(p)
+    p.status = Status.STOPPED
+    p.num_computed_tokens = 0
+    pair.p._free(p, False)
+    pair.until_quiet()
+    assert d.status is Status.STOPPED and d.load == [(0, False)]
+    pair.check_nothing_left()
+
+
+@PATHS
+def test_a_small_cache_on_both_sides(packed: bool) -> None:
+    """Opposite orders of admission, caches of two requests, many requests: everything ends."""
+    pair = Pair(packed=packed, p={"blocks": 12}, d={"blocks": 12, "recompute": True}, landing_segments=6)
+    prompts = [pair.prompt(17, seed=n) for n in range(8)]
+    for n in range(8):
+        pair.prefill(prompts[n], f"t{n}")
+        pair.decode(prompts[7 - n], f"t{7 - n}")
+    pair.until_quiet(most=600, seconds=0.1)
+    pair.check_nothing_left()
+
+
+@PATHS
+def test_reset_drops_what_the_old_weights_computed(packed: bool) -> None:
+    pair = Pair(packed=packed, d={"recompute": True})
+    prompt = pair.prompt(21)
+    d = pair.decode(prompt)
+    pair.prefill(prompt)
+    pair.d.step()
+    pair.cluster.settle()
+    pair.p.step()
+    pair.cluster.settle()
+    assert pair.d.side.reset()
+    pair.until_quiet()
+    assert d.load == [(0, False)]
+    pair.check_nothing_left()
+
+
+@PATHS
+def test_hybrid_models_leave_the_last_token_to_the_decode_engine(packed: bool) -> None:
+    pair = Pair(packed=packed, p={"backoff": 1}, d={"backoff": 1})
+    prompt = pair.prompt(22)
+    p, d = pair.prefill(prompt), pair.decode(prompt)
+    pair.until_quiet()
+    assert p.num_prompt_tokens == 21 and p.returned is not None
+    assert d.load[0] == ((21, False) if packed else (21, True))
+    pair.check_nothing_left()
+
+
+def test_opaque_formats_move_whole_units() -> None:
+    """The last block is copied as it is; what is behind the prompt in it is not read."""
+    pair = Pair(p={"unit_tokens": 4}, d={"unit_tokens": 4})
+    prompt = pair.prompt(20)
+    pair.prefill(prompt)
+    d = pair.decode(prompt)
+    pair.until_quiet()
+    assert d.load == [(19, False)]
+    pair.check_nothing_left()
+
+
+def test_asking_again_costs_a_look_up() -> None:
+    """Thousands of times a second: the office is asked for news, nothing else."""
+    pair = Pair()
+    d = pair.decode(pair.prompt(2000))
+    pair.steps(2)
+    told = len(pair.d.engine.told)
+    for _ in range(1000):
+        assert pair.d.side.matched_tokens(d, 0) == (None, False)
+    assert len(pair.d.engine.told) == told
+
+
+def test_tables_are_bounded_by_what_is_open() -> None:
+    pair = Pair()
+    for n in range(60):
+        prompt = pair.prompt(9, seed=n)
+        pair.prefill(prompt, f"t{n}")
+        d = pair.decode(prompt, f"t{n}")
+        if n % 3 == 0:
+            pair.steps(n % 4)
+            pair.d.abort(d)
+        pair.until_quiet()
+    pair.check_nothing_left()
+
+
+def test_an_engine_that_stops_drains() -> None:
+    pair = Pair()
+    pair.p.side.stop(1.0)
+    assert pair.p.engine.stopped
