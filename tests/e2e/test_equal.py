@@ -91,7 +91,7 @@ async def test_children(cluster: Cluster, oracle: Oracle, path: str) -> None:
 async def test_children_of_one_id(cluster: Cluster, oracle: Oracle, path: str, shape: str) -> None:
     """A router that does not take them apart gives all children one id: right answers or errors, never a mixture."""
     pair = cluster.pair(Knobs(path=path), batch_tokens=256)
-    more = {"n": 2, "temperature": 0} if shape == "n" else {}
+    more = {"n": 2, "temperature": 1.0, "top_k": 1} if shape == "n" else {}
     prompt = words(70, 17) if shape == "n" else [words(70, 18), words(70, 19)]
     from .dispatch import for_decode, for_prefill, fresh
 
