@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .servers import HOST, Spec, free_port
+from .servers import HOST, Spec, free_ports
 
 HERE = Path(__file__).parent
 FAULT_FILE = "fault"
@@ -81,7 +81,8 @@ class Kind:
 
     def spec(self, name: str, model: Path, folder: Path, knobs: Knobs, **settings: Any) -> Spec:
         """A server ``P...`` (prefill) or ``D...`` (decode) with this connector."""
-        port = free_port()
+        ports = free_ports(settings.get("tp", 1))
+        port = ports[0]
         environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         transfer: dict[str, Any] = {
             "kv_connector": self.connector,
@@ -98,7 +99,9 @@ class Kind:
             environment["PYTHONPATH"] = str(HERE / "plugins")
         if module is not None:
             transfer["kv_connector_module_path"] = module
-        return Spec(name, model, folder, transfer=transfer, environment=environment, side_ports=(port,), **settings)
+        return Spec(
+            name, model, folder, transfer=transfer, environment=environment, side_ports=tuple(ports), **settings
+        )
 
 
 KINDS = {

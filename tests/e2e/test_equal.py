@@ -121,6 +121,19 @@ async def test_block_sizes(cluster: Cluster, oracle: Oracle, path: str, p_block:
     pair.emptied()
 
 
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])
+async def test_tensor_parallel(cluster: Cluster, oracle: Oracle, path: str, p_tp: int, d_tp: int) -> None:
+    """The two KV heads lie in one rank on one side, in two on the other."""
+    pair = cluster.pair(Knobs(path=path), p={"tp": p_tp}, d={"tp": d_tp}, batch_tokens=256)
+    async with Client() as client:
+        for length in (1, 33, 200, 1000):
+            prompt = words(length, hash_of(p_tp, length))
+            got = await client.push(pair.prefill, pair.decode, prompt, TOKENS)
+            assert got.prefill.ok, got.prefill
+            same(got.decode, await oracle.answer(prompt, TOKENS))
+    pair.emptied()
+
+
 @pytest.mark.fault("F01")
 @pytest.mark.parametrize(("on_p", "on_d"), [(0, 96), (96, 0), (64, 160), (199, 199)])
 async def test_prefix_hits(cluster: Cluster, oracle: Oracle, path: str, on_p: int, on_d: int) -> None:
