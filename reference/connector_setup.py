@@ -123,11 +123,11 @@ def sized(setup: EngineSetup, cards: Sequence[RankCard]) -> EngineSetup:
 
 def opener_of_ranks() -> OpenRank:
     """Late, because it brings NIXL in."""
-    return cast(OpenRank, import_module("pushkv.reference.rank").open_rank)
+    return cast(OpenRank, import_module("pushkv.reference.opening").open_rank)
 
 
 def opener_of_offices() -> OpenOffice:
-    return cast(OpenOffice, import_module("pushkv.reference.office").open_office)
+    return cast(OpenOffice, import_module("pushkv.reference.opening").open_office)
 
 
 def _vllm_version() -> str:

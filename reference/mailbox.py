@@ -29,7 +29,7 @@ LOOK_MS = 1000
 
 
 def _socket(context: zmq.Context[Any]) -> zmq.Socket[Any]:
-    socket = context.socket(zmq.PAIR)
+    socket: zmq.Socket[Any] = context.socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)  # nothing between an engine's own parts may be lost
     socket.set(zmq.RCVHWM, 0)
     socket.set(zmq.LINGER, 0)

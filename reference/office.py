@@ -74,6 +74,14 @@ class Loaded(msgspec.Struct, frozen=True):
     transfer_id: str
 
 
+class _Arrival(msgspec.Struct, frozen=True):
+    transfer_id: str
+    peer: Address
+    tokens: int
+    total: int
+    packed: bool
+
+
 class Office:
     """``deliver(rank, command)`` hands a command to one rank, on the thread that owns the office; ``wake`` has that
     thread look. ``landing_bytes(tokens, links)``: bytes of one rank's landing memory that a transfer needs.
@@ -127,7 +135,7 @@ class Office:
         if packed is None:
             links = max(1, peer.tp_size // self.ranks)
             packed = self._path == "packed" or (self._path == "auto" and self.fits(tokens, links))
-        self._inbox.append((transfer_id, peer, tokens, total, packed))
+        self._inbox.append(_Arrival(transfer_id, peer, tokens, total, packed))
         self._wake()
         return packed
 
@@ -178,8 +186,8 @@ class Office:
         inbox = self._inbox
         while inbox:
             word = inbox.popleft()
-            if isinstance(word, tuple):
-                self._arrive(*word, now)
+            if isinstance(word, _Arrival):
+                self._arrive(word, now)
             elif isinstance(word, Table):
                 self._tables[word.transfer_id] = word.blocks
             elif type(word) in _COMMANDS:
@@ -212,13 +220,14 @@ class Office:
             assert isinstance(report, ev.Record)
             self._step(ev.FromRank(rank, report), now)
 
-    def _arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool, now: float) -> None:
+    def _arrive(self, word: _Arrival, now: float) -> None:
+        transfer_id, peer, tokens, packed = word.transfer_id, word.peer, word.tokens, word.packed
         rows: list[tuple[ev.Link, ...]] = []
         try:
             for rank in range(self.ranks):
                 row = feeders(rank, self.ranks, peer.tp_size)
                 rows.append(tuple((peer.engine_id, number) for number in row))
-                self._deliver(rank, Total(transfer_id, total))
+                self._deliver(rank, Total(transfer_id, word.total))
                 for number in row:
                     self._deliver(rank, Open((peer.engine_id, number), peer.host, peer.port + number))
         except ValueError as error:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from pushkv.model.layout import Layout
 from pushkv.reference import evidence, grants, mailbox
 from pushkv.reference.copies import Copier
-from pushkv.reference.facts import Facts, Landing, Region
+from pushkv.reference.facts import Arrival, Facts, Landing, Region
 from pushkv.reference.office import Office
 from pushkv.reference.pools import SegmentPool
 from pushkv.reference.ports import EngineSetup, RankCard
@@ -50,7 +50,7 @@ def open_rank(setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[A
         mode="push",
         role="both" if setup.send and setup.receive else "prefill" if setup.send else "decode",
         backend=settings.backend,
-        arrival=transport.arrival,
+        arrival=cast(Arrival, transport.arrival),
         layout=layout,
         agent=transport.metadata,
         landing=Landing(landing.base, segment, landing.count, number),
@@ -101,6 +101,9 @@ def open_office(setup: EngineSetup, cards: Sequence[RankCard], local: Rank | Non
     protocol = settings.with_memory(landing, min(card.staging_bytes for card in cards)).protocol
     card = max(cards, key=lambda card: card.bytes_per_token)
 
+    def needed(tokens: int, links: int) -> int:
+        return tokens * card.bytes_per_token + card.bytes_per_request + grants.ALIGN * links
+
     def make(deliver: Any, wake: Any, stop: Any) -> Office:
         return Office(
             protocol,
@@ -108,9 +111,7 @@ def open_office(setup: EngineSetup, cards: Sequence[RankCard], local: Rank | Non
             path=settings.path,
             segment_bytes=settings.segment_bytes,
             token_bytes=card.bytes_per_token,
-            landing_bytes=lambda tokens, links: (
-                tokens * card.bytes_per_token + card.bytes_per_request + grants.ALIGN * links
-            ),
+            landing_bytes=needed,
             deliver=deliver,
             wake=wake,
             stop=stop,

@@ -46,6 +46,7 @@ class RankCard:
     landing_bytes: int
     staging_bytes: int
     bytes_per_token: int
+    bytes_per_request: int = 0
     door: str = ""
 
 

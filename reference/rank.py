@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import threading
@@ -326,7 +327,7 @@ class Rank:
         if self._open or connecting:
             timeout_ms = OPEN_MS
         else:
-            timeout_ms = max(0, min(IDLE_S, self.endpoint.wake_at - time.monotonic())) * 1000
+            timeout_ms = math.ceil(1000 * max(0.0, min(IDLE_S, self.endpoint.wake_at - time.monotonic())))
         self._asleep = True
         try:
             if not (self._inbox or (self.office is not None and self.office.waiting)):

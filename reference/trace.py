@@ -1,8 +1,9 @@
 """What one engine's machines were told, as a file that can be played again: one JSON document per line.
 
-A line is ``["start", {...}]``, ``["step", at_s, who, [[kind, {...}], ...]]`` (``who``: ``ledger`` or ``rank N``; what it
-was told in one step; a frame is kept as it came), ``["claim", at_s, who, handle, granted]``, ``["verdict", at_s, kind, {...}]`` (what the ledger told vLLM) or
-``["record", {...}]`` (one hand-over's times). ``replay`` feeds the events to new machines and compares the verdicts.
+A line is ``["start", {...}]``; ``["step", at_s, who, [[kind, {...}], ...]]``, what ``ledger`` or ``rank N`` was told in
+one step, a frame as it came; ``["claim", at_s, who, handle, granted]``; ``["verdict", at_s, kind, {...}]``, what the
+ledger told vLLM; or ``["record", {...}]``, one hand-over's times. ``replay`` feeds the events to new machines and
+compares the verdicts.
 """
 
 from __future__ import annotations
