@@ -201,14 +201,26 @@ BAD_PARAMETERS = {
 @pytest.mark.fault("F26")
 @pytest.mark.parametrize("case", BAD_PARAMETERS)
 async def test_bad_parameters(cluster: Cluster, oracle: Oracle, path: str, case: str) -> None:
-    """That request fails, or is answered rightly; both engines live."""
+    """That request fails, or is answered rightly; D's engine lives."""
     pair = await faulty_pair(cluster, path)
-    more = BAD_PARAMETERS[case]
+    params = for_decode(pair.prefill, fresh()) | BAD_PARAMETERS[case]
     prompt = words(120, random.Random(case).randrange(10**6))
-    async with Client(BOUND_S) as client:
-        for server, leg in ((pair.decode, for_decode(pair.prefill, fresh())), (pair.prefill, for_prefill(fresh()))):
-            answer = await client.complete(server, prompt, 6, {**leg, **more})
-            assert server.healthy, f"{server.name} has ended"
-            assert "no answer within" not in answer.error, f"{server.name} has told its client nothing"
-            right_or_failed(answer, await oracle.answer(prompt, 6))
+    async with Client() as client:
+        answer = await bounded(client.complete(pair.decode, prompt, 6, params), BOUND_S, "D")
+    assert await asyncio.to_thread(lambda: pair.decode.healthy), "D has ended"
+    right_or_failed(answer, await oracle.answer(prompt, 6))
     await pair.recovered(limit_s=BOUND_S)
+
+
+@pytest.mark.fault("F26")
+async def test_bad_parameters_on_prefill(cluster: Cluster, oracle: Oracle, path: str) -> None:
+    """The same on P, one after the other; what P finished for nobody is free when its lease ends."""
+    pair = await faulty_pair(cluster, path)
+    async with Client() as client:
+        for case, more in BAD_PARAMETERS.items():
+            prompt = words(40, random.Random(f"P {case}").randrange(10**6))
+            params = for_prefill(fresh()) | more
+            answer = await bounded(client.complete(pair.prefill, prompt, 1, params), BOUND_S, f"P ({case})")
+            assert await asyncio.to_thread(lambda: pair.prefill.healthy), f"P has ended: {case}"
+            right_or_failed(answer, await oracle.answer(prompt, 1))
+    await pair.recovered(limit_s=LEASE_S + 5.0)
