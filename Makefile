@@ -11,13 +11,16 @@ EXTRAS := dev plot parquet progress
 comma := ,
 space := $(subst ,, )
 PYTEST_ARGS ?= -n auto
+SEEDS ?= 0:20000
+JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format lock clean
+.PHONY: help setup demo test explore lint format lock clean
 
 help:
 	@echo "make demo    compare pull, push and pushkv, beside measurements"
 	@echo "make test    run all tests"
+	@echo "make explore play $(SEEDS) random seeds against the protocol's properties"
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make lock    renew uv.lock"
@@ -46,6 +49,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+explore: $(STAMP)
+	$(BIN)/pushkv explore --seeds $(SEEDS) --profile all --jobs $(JOBS)
 
 lint: $(STAMP) .typing/pushkv
 	$(BIN)/ruff check .
