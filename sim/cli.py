@@ -152,7 +152,7 @@ def _bench_transfer(options: argparse.Namespace) -> int:
 
     for flag, path in (("--json", options.json), ("--csv", options.csv)):
         if path not in (None, "-"):
-            _check_writable(flag, path)
+            check_writable(flag, path)
     if options.json == options.csv == "-":
         raise BadInput("--json - and --csv - both mean stdout; give one of them a file")
     try:
@@ -170,11 +170,11 @@ def _bench_transfer(options: argparse.Namespace) -> int:
     except bench_transfer.BenchError as error:
         raise BadInput(str(error)) from None
     if options.csv not in (None, "-"):
-        _write_text("--csv", options.csv, bench_transfer.to_csv(found))
+        write_text("--csv", options.csv, bench_transfer.to_csv(found))
     if options.csv == "-":
         print(bench_transfer.to_csv(found), end="")
     else:
-        _emit(options.json, found, report.table(bench_transfer.table_rows(found)))
+        emit(options.json, found, report.table(bench_transfer.table_rows(found)))
     return 0 if all(row["bytes_equal"] for row in found["rows"]) else _EXIT_FAILED_CHECK
 
 
