@@ -63,9 +63,9 @@ async def faulty_pair(cluster: Cluster, path: str, knobs: dict[str, Any] | None 
         try:
             await pair.right()
             await asyncio.to_thread(pair.emptied)
-        except AssertionError:
+        except AssertionError as error:
             if attempt == TRIES - 1:
-                raise
+                raise AssertionError(f"no pair to begin with: {error}") from error
             cluster.drop()
         else:
             break
