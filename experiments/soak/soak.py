@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--at-once", type=int, default=10, help="requests of one round")
     parser.add_argument("--kill-every", type=int, default=8, help="a kill in every such round; 0: none")
-    parser.add_argument("--blocks", type=int, default=72, help="KV blocks of each server")
+    parser.add_argument("--blocks", type=int, default=40, help="KV blocks of each server")
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="pushkv-soak-"))
