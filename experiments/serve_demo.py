@@ -80,6 +80,7 @@ def main() -> int:
         row("model", "random Qwen3, 4 layers, 2 KV heads of 32, float32")
         knobs = Knobs(path=kind.paths[0], trace=True)
         servers = [Server(kind.spec(name, model, folder, knobs)) for name in ("P", "D")]
+        row("servers", "starting; the first start on a machine takes a minute or two")
         began = time.monotonic()
         start_all(*servers)
         row("servers", f"P {servers[0].url}, D {servers[1].url}")

@@ -59,7 +59,10 @@ def run(connector: str) -> None:
 
 def cell(rows: list[dict[str, object]], fault: str) -> str:
     """What one connector did with one fault."""
-    mine = [row for row in rows if fault in row["faults"] and row["outcome"] != "skipped"]  # type: ignore[operator]
+    mine = [row for row in rows if fault in row["faults"]]  # type: ignore[operator]
+    if not mine:
+        return "not run"
+    mine = [row for row in mine if row["outcome"] != "skipped"]
     if not mine:
         return "does not apply"
     failed = [row for row in mine if row["outcome"] == "failed"]
@@ -84,7 +87,8 @@ def table() -> str:
     for name in NAMES:
         path = HERE / "results" / f"{name}.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        found[name] = [json.loads(line) for line in lines]
+        rows = [json.loads(line) for line in lines]
+        found[name] = [row for row in rows if "no pair to begin with" not in row["said"]]  # the machine was too busy
     shown = [name for name, rows in found.items() if rows]
     out = ["| fault | " + " | ".join(NAMES[name] for name in shown) + " |", "| --- |" + " --- |" * len(shown)]
     for fault, title in TITLES.items():

@@ -26,13 +26,15 @@ class Oracle:
     def __init__(self, model: Path, folder: Path) -> None:
         self.server = Server(Spec("plain", model, folder))
         self._known: dict[str, list[Answer]] = {}
+        self._starting = asyncio.Lock()
 
     async def answers(self, prompt: Any, tokens: int, **more: Any) -> list[Answer]:
         """All choices of one request; asked once."""
         key = repr((prompt, tokens, sorted(more.items())))
         if key not in self._known:
-            if not self.server.alive:
-                start_all(self.server)
+            async with self._starting:
+                if not self.server.alive:
+                    await asyncio.to_thread(start_all, self.server)
             async with Client() as client:
                 found = await client.complete_all(self.server, prompt, tokens, **more)
             assert all(answer.ok for answer in found), found

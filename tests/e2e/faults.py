@@ -33,7 +33,16 @@ class Fault:
         self.set()
 
 
-SHORT: dict[str, Any] = {"orphan_s": 5.0, "wait_s": 15.0, "write_s": 8.0, "faulty": True}
+SHORT: dict[str, Any] = {
+    "lease_s": LEASE_S,
+    "dead_peer_s": DEAD_PEER_S,
+    "orphan_s": 5.0,
+    "wait_s": 15.0,
+    "write_s": 8.0,
+    "faulty": True,
+}
+PATIENT: dict[str, Any] = {"lease_s": 60.0, "dead_peer_s": 20.0, "orphan_s": 40.0, "wait_s": 60.0, "write_s": 30.0}
+"""For tests in which nothing times out."""
 TRIES = 3
 SMALL: dict[str, Any] = {"blocks": 40, "max_tokens": 1100, "batch_tokens": 128}
 """A cache in which a second request soon gets the blocks of the first, and prefills of many steps."""
@@ -46,7 +55,7 @@ async def faulty_pair(cluster: Cluster, path: str, knobs: dict[str, Any] | None 
     longer than the short bounds: then the pair begins anew.
     """
     settings = SMALL | both
-    chosen = Knobs(path=path, lease_s=LEASE_S, dead_peer_s=DEAD_PEER_S, **SHORT, **(knobs or {}))
+    chosen = Knobs(path=path, **(SHORT | (knobs or {})))
     for attempt in range(TRIES):
         pair = await asyncio.to_thread(cluster.pair, chosen, **settings)
         for server in pair.servers:
@@ -54,9 +63,9 @@ async def faulty_pair(cluster: Cluster, path: str, knobs: dict[str, Any] | None 
         try:
             await pair.right()
             await asyncio.to_thread(pair.emptied)
-        except AssertionError:
+        except AssertionError as error:
             if attempt == TRIES - 1:
-                raise
+                raise AssertionError(f"no pair to begin with: {error}") from error
             cluster.drop()
         else:
             break

@@ -39,7 +39,7 @@ class Knobs:
     """One write."""
     policy: str = "fail"
     """What D does with a request whose hand-over failed: ``fail`` or ``recompute``."""
-    trace: bool = False
+    trace: bool = True
     faulty: bool = False
     """Load the connector through ``faulty.py``, so that a test can hold or break writes."""
     more: Mapping[str, Any] = field(default_factory=dict)

@@ -19,10 +19,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 _PR_SET_PDEATHSIG = 1
 PRELOAD = (
@@ -61,17 +63,20 @@ class Nursery:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
+        self._said: IO[bytes]
         self._lock = threading.Lock()
 
     def fork(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> int:
         """Start a server; its pid, which is its process group too."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
+                self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
                 self._process = subprocess.Popen(
                     [sys.executable, str(Path(__file__))],
                     env={**os.environ, **ENVIRONMENT},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
+                    stderr=self._said,
                     text=True,
                     start_new_session=True,
                 )
@@ -83,7 +88,9 @@ class Nursery:
             )
             line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("the process that starts servers has ended; its errors stand above")
+            self._said.seek(0)
+            said = self._said.read().decode(errors="replace")
+            raise RuntimeError(f"the process that starts servers has ended:\n{said[-3000:]}")
         return int(line)
 
     def close(self) -> None:

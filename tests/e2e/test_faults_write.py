@@ -14,7 +14,7 @@ import pytest
 from .answers import right_or_failed, same
 from .cluster import Cluster, Oracle, Pair
 from .dispatch import Answer, Client, for_decode, for_prefill, fresh, words
-from .faults import BOUND_S, LEASE_S, Fault, bounded, faulty_pair
+from .faults import BOUND_S, LEASE_S, PATIENT, Fault, bounded, faulty_pair
 from .servers import HOST
 
 
@@ -147,7 +147,7 @@ async def test_strangers_at_the_side_channel(cluster: Cluster, path: str) -> Non
 async def test_staging_and_landing_are_full(cluster: Cluster, oracle: Oracle) -> None:
     """Room for about one prompt on either side, and twelve at once: they wait for each other."""
     small = {"landing_bytes": 2 << 20, "staging_bytes": 2 << 20, "segment_bytes": 256 << 10}
-    pair = await faulty_pair(cluster, "packed", knobs=small)
+    pair = await faulty_pair(cluster, "packed", knobs=PATIENT | small)
     prompts = [words(500 + 20 * i, 2800 + i) for i in range(12)]
     found = await asyncio.gather(*(handed_over(pair, prompt, 3 * BOUND_S) for prompt in prompts))
     for prompt, answer in zip(prompts, found, strict=True):

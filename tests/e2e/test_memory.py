@@ -9,13 +9,13 @@ import pytest
 from .answers import same
 from .cluster import Cluster, Oracle
 from .dispatch import Client, for_decode, for_prefill, fresh, words
-from .faults import BOUND_S, Fault, bounded, faulty_pair, started
+from .faults import BOUND_S, PATIENT, Fault, bounded, faulty_pair, started
 
 pytestmark = pytest.mark.usefixtures("only_pushkv")
 
 
 async def test_decode_holds_no_block_while_the_prefill_has_not_come(cluster: Cluster, oracle: Oracle) -> None:
-    pair = await faulty_pair(cluster, "packed")
+    pair = await faulty_pair(cluster, "packed", knobs=PATIENT)
     prompt, tid, beside = words(600, 41), fresh(), words(64, 42)
     async with (
         Client() as client,
@@ -26,14 +26,14 @@ async def test_decode_holds_no_block_while_the_prefill_has_not_come(cluster: Clu
             same(await client.complete(pair.decode, beside, 1), await oracle.answer(beside, 1))
             assert pair.decode.cache_usage() == 0.0
             await asyncio.sleep(0.1)
-        assert not tasks[0].done()
+        assert not tasks[0].done(), tasks[0].result()
         assert (await client.complete(pair.prefill, prompt, 1, for_prefill(tid), request_id=tid)).ok
         same(await bounded(tasks[0], BOUND_S, "D"), await oracle.answer(prompt, 6))
     await pair.recovered()
 
 
 async def test_neither_holds_a_block_while_the_network_stands_still(cluster: Cluster, oracle: Oracle) -> None:
-    pair = await faulty_pair(cluster, "packed")
+    pair = await faulty_pair(cluster, "packed", knobs=PATIENT)
     fault, prompt, tid, beside = Fault(pair.prefill), words(600, 43), fresh(), words(64, 44)
     fault.set("hold")
     async with (
@@ -46,7 +46,7 @@ async def test_neither_holds_a_block_while_the_network_stands_still(cluster: Clu
                 same(await client.complete(server, beside, 1), await oracle.answer(beside, 1))
                 assert server.cache_usage() == 0.0, f"{server.name} holds blocks while a write is under way"
             await asyncio.sleep(0.2)
-        assert not tasks[0].done()
+        assert not tasks[0].done(), tasks[0].result()
         fault.clear()
         same(await bounded(tasks[0], BOUND_S, "D"), await oracle.answer(prompt, 6))
     await pair.recovered()
