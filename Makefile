@@ -15,15 +15,18 @@ PYTEST_ARGS ?= -n auto
 E2E_VENV := .venv-e2e
 E2E_STAMP := $(E2E_VENV)/.pushkv-ready
 E2E_ARGS ?=
+SEEDS ?= 0:20000
+JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test e2e serve-demo lint format lock clean
+.PHONY: help setup demo test explore e2e serve-demo lint format lock clean
 
 help:
 	@echo "make demo    compare pull, push and pushkv, beside measurements"
 	@echo "make test    run all tests"
 	@echo "make e2e     run the tests on real vLLM servers (E2E_ARGS=... goes to pytest)"
 	@echo "make serve-demo  hand a prompt over between two real vLLM servers"
+	@echo "make explore play $(SEEDS) random seeds against the protocol's properties"
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make lock    renew uv.lock"
@@ -71,6 +74,8 @@ e2e: $(E2E_STAMP)
 
 serve-demo: $(E2E_STAMP)
 	@$(E2E_VENV)/bin/python experiments/serve_demo.py
+explore: $(STAMP)
+	$(BIN)/pushkv explore --seeds $(SEEDS) --profile all --jobs $(JOBS)
 
 lint: $(STAMP) .typing/pushkv
 	$(BIN)/ruff check .

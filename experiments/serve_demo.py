@@ -76,7 +76,7 @@ def main() -> int:
     say("-" * WIDTH)
     servers: list[Server] = []
     try:
-        model = make_model(folder / "model")
+        model = make_model()
         row("model", "random Qwen3, 4 layers, 2 KV heads of 32, float32")
         knobs = Knobs(path=kind.paths[0], trace=True)
         servers = [Server(kind.spec(name, model, folder, knobs)) for name in ("P", "D")]

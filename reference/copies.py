@@ -53,6 +53,13 @@ class Copy:
         """Whether all bytes are in place; does not block."""
         return self._event is None or bool(self._event.query())
 
+    def join(self) -> None:
+        """Has the calling thread's current stream wait: what is enqueued from now on sees the bytes."""
+        if self._event is not None:
+            import torch
+
+            torch.cuda.current_stream().wait_event(self._event)
+
     def wait(self) -> None:
         """Blocks the calling thread until `done`."""
         if self._event is not None:

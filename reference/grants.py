@@ -95,7 +95,7 @@ def read_segments(memory: Any, count: int, segment_bytes: int, offset: int, size
 
 
 def read_blocks(memory: Any, groups: int) -> tuple[int, list[list[int]]]:
-    """(first token, block ids per group) of a direct grant; ranges are the planner's to check. Raises ``GrantError``."""
+    """(first token, block ids per group) of a direct grant, not yet checked for ranges. Raises ``GrantError``."""
     if not isinstance(memory, (list, tuple)) or len(memory) != 2 + groups or memory[0] != DIRECT:
         raise GrantError(f"not the name of blocks in {groups} groups")
     tables = list(memory[2:])

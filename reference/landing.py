@@ -31,21 +31,28 @@ log = logging.getLogger(__name__)
 
 
 class Loading:
-    """A scatter that the engine thread waits for. ``error`` says why the blocks are not as they should be."""
+    """A scatter that the engine thread waits for. ``after``: an event on the device that it must not precede."""
 
-    def __init__(self, transfer_id: str, blocks: BlockIds, first: int) -> None:
-        self.transfer_id, self.blocks, self.first = transfer_id, blocks, first
-        self.error = ""
-        self._done = threading.Event()
+    def __init__(self, transfer_id: str, blocks: BlockIds, first: int, after: Any = None) -> None:
+        self.transfer_id, self.blocks, self.first, self.after = transfer_id, blocks, first, after
+        self.error = "the transfer thread does not answer"
+        self._copies: list[Copy] = []
+        self._begun = threading.Event()
 
-    def finish(self, error: str = "") -> None:
-        """By the transfer thread."""
-        self.error = error
-        self._done.set()
+    def begun(self, copies: list[Copy], error: str = "") -> None:
+        """By the transfer thread: the copies are done (on a host) or enqueued (on a device); or why they are not."""
+        self.error, self._copies = error, copies
+        self._begun.set()
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until the copy is in the cache; whether it is."""
-        return self._done.wait(timeout_s) and not self.error
+    def wait(self, timeout_s: float = 60.0) -> bool:
+        """Return when what is done or enqueued by this thread from now on sees the bytes; ``False``: it will not, and
+        ``error`` says why.
+        """
+        if not self._begun.wait(timeout_s) or self.error:
+            return False
+        for copy in self._copies:
+            copy.join()
+        return True
 
 
 class Inbound:
@@ -232,8 +239,10 @@ class Landing:
         except Exception as error:
             log.exception("scatter of %s", loading.transfer_id)
             self.rank.count("scatter failed")
-            loading.finish(str(error) or repr(error))
+            loading.begun([], str(error) or repr(error))
+            self.rank.tell_office(Loaded(loading.transfer_id), begun)
             return
+        loading.begun(copies)
         self._loads.append((loading, copies, begun))
         self.poll(begun)
 
@@ -264,7 +273,7 @@ class Landing:
         for shard, part, offset in inbound.pieces:
             if loading.first < part.stop or part.last:
                 scatter = plan_scatter(shard, tables, part, min(max(part.start, loading.first), part.stop))
-                copies.append(self.copier.scatter(scatter, inbound.memory, offset))
+                copies.append(self.copier.scatter(scatter, inbound.memory, offset, loading.after))
         return copies
 
     def poll(self, now: float) -> None:
@@ -274,7 +283,6 @@ class Landing:
             if all(copy.done() for copy in copies):
                 self._loads.remove(load)
                 self.rank.count_time("scatter_s", time.monotonic() - begun)
-                loading.finish()
                 self.rank.tell_office(Loaded(loading.transfer_id), now)
 
     def total(self, word: Total) -> None:

@@ -70,8 +70,8 @@ def open_rank(setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[A
         protocol,
         channel=channel,
         transport=transport,
-        staging=(staging, Copier(regions, staging.tensor, segment)),
-        landing=Copier(regions, landing.tensor, segment),
+        staging=(staging, Copier(regions, staging.tensor, segment, _stream(device))),
+        landing=Copier(regions, landing.tensor, segment, _stream(device)),
         evidence=evidence.Evidence(),
         trace=trace,
         door=door,
@@ -88,6 +88,15 @@ def open_rank(setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[A
     if door is not None:
         made.start()
     return made
+
+
+def _stream(device: Any) -> Any:
+    """A stream of its own, of high priority: copies do not queue behind the engine's next step."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _segments(size: int | None, segment: int, used: bool) -> int:

@@ -141,10 +141,10 @@ class Office(Protocol):
 class Loading(Protocol):
     """A scatter under way."""
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         """Returns when work that is enqueued from now on (device stream) or done from now on (host) sees the bytes.
 
-        Raises nothing: a scatter that cannot be carried out ends the engine's step in `Rank.scatter`.
+        Raises nothing; false: the blocks do not hold what they should, and must be reported as invalid.
         """
         ...
 

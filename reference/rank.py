@@ -26,7 +26,6 @@ import msgspec
 import numpy as np
 import zmq
 
-from pushkv.model.layout import LayoutError
 from pushkv.model.protocol import Endpoint, MessageError, Settings, decode, encode
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
@@ -60,6 +59,15 @@ SLOWEST_S = 1e-3
 """Between two looks while writes or copies of our own are under way: first, and when nothing has moved for long."""
 
 
+class Met:
+    """From the thread that connects: ``fellow`` is behind ``link``."""
+
+    __slots__ = ("fellow", "link")
+
+    def __init__(self, link: ev.Link, fellow: Fellow) -> None:
+        self.link, self.fellow = link, fellow
+
+
 class Rank:
     """``facts`` describes this rank. Every part is given, so that each can be replaced by another transport, or by one
     that fails on purpose.
@@ -86,6 +94,7 @@ class Rank:
         self.channel, self.transport = channel, transport
         self.bases = np.asarray([region.address for region in facts.regions], np.int64)
         self.device = facts.regions[0].device if facts.regions else 0
+        self._on_device = staging[0].tensor.is_cuda
         self.evidence, self.trace, self.door = evidence, trace, door
         self.endpoint = Endpoint(self.incarnation, settings, facts_.encode(facts))
         self.fellows: dict[ev.Link, Fellow] = {}
@@ -142,9 +151,19 @@ class Rank:
         """Copy what has landed, from token ``first`` on, into ``block_ids`` (which begin with the prompt's first
         token). What is past ``stop`` is copied too when it has landed: the forward writes it anew.
         """
-        loading = Loading(transfer_id, block_ids, first)
+        loading = Loading(transfer_id, block_ids, first, self._mark())
         self.receive(loading)
         return loading
+
+    def _mark(self) -> Any:
+        """Where the calling thread's stream stands: blocks may still be used by what is enqueued there."""
+        if not self._on_device:
+            return None
+        import torch
+
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def fence(self, transfer_ids: Sequence[str]) -> None:
         """Return when nothing reads the blocks of these preempted prompts. Whole prompts are gathered when they are
@@ -196,14 +215,13 @@ class Rank:
             self._close()
 
     def _close(self) -> None:
-        for part in (self._connecting.shutdown, self.channel.close, self.transport.close):
+        """The side channel goes last: once nobody listens there, peers may take this process for gone."""
+        for part in (self.evidence, self.trace, self.door, self.transport, self.channel):
             try:
-                part()
+                if part is not None:
+                    part.close()
             except Exception:
                 log.exception("closing")
-        for extra in (self.evidence, self.trace, self.door):
-            if extra is not None:
-                extra.close()
         os.close(self._wake_fd)
 
     def turn(self) -> bool:
@@ -255,11 +273,15 @@ class Rank:
                 self.landing.total(command)
             elif isinstance(command, Forget):
                 self.landing.forget(command.transfer_id)
+            elif isinstance(command, Met):
+                self._met(command)
             elif isinstance(command, Loading):
                 self.landing.load(command)
             else:
                 assert isinstance(command, ev.Record)
-                if isinstance(command, (ev.Expect, ev.Expose)):
+                if isinstance(command, ev.Unfit):
+                    self.count("peers_refused")
+                elif isinstance(command, (ev.Expect, ev.Expose)):
                     self.landing.commanded(command, now)
                 elif isinstance(command, ev.Begin):
                     self.sending.begin(command, now)
@@ -353,36 +375,33 @@ class Rank:
             self.count("unsent")
 
     def _connect(self, action: ev.Connect, now: float) -> None:
-        """Compare both sides' facts here, open the transport beside this thread (rule 6)."""
+        """Beside this thread (rule 6): pairing many layers takes milliseconds, a transport may take longer."""
+        self._connecting.submit(self._meet, action)
+
+    def _meet(self, action: ev.Connect) -> None:
+        """Compare both sides' facts and have the transport know the peer."""
         link, incarnation = action.link, action.incarnation
         try:
             theirs = facts_.decode(action.facts)
             refusal = facts_.refusal(self.facts, theirs)
-            fellow = None if refusal else Fellow(incarnation, self.facts, theirs)
-        except (facts_.FactsError, LayoutError, ValueError) as error:
-            fellow, refusal = None, str(error)
-        if fellow is None:
-            log.warning("no transfer with %s/%d: %s", *link, refusal)
-            self.count("peers_refused")
-            self.pending.append(ev.Unfit(link, incarnation, refusal[:4096]))
-            return
+            if not refusal:
+                fellow = Fellow(incarnation, self.facts, theirs)
+                if fellow.outgoing is not None:
+                    fellow.agent = self.transport.connect(theirs.agent)
+                self.receive(Met(link, fellow))
+                return
+        except Exception as error:  # whatever it is, the machines get their answer
+            refusal = str(error) or repr(error)
+        log.warning("no transfer with %s/%d: %s", *link, refusal)
+        self.receive(ev.Unfit(link, incarnation, refusal[:4000]))
+
+    def _met(self, met: Met) -> None:
+        """A peer with whom transfers are possible."""
+        link, fellow = met.link, met.fellow
         self.fellows[link] = fellow
         if self.evidence is not None:
-            self.evidence.meet(link, incarnation, theirs.process)
-        if fellow.outgoing is None:
-            self.pending.append(ev.Connected(link, incarnation))
-        else:
-            self._connecting.submit(self._load, link, fellow)
-
-    def _load(self, link: ev.Link, fellow: Fellow) -> None:
-        """Beside the transfer thread: have the transport know the peer."""
-        try:
-            fellow.agent = self.transport.connect(fellow.facts.agent)
-        except Exception as error:  # whatever a transport raises, the machines get their answer
-            log.warning("no transport to %s/%d: %s", *link, error)
-            self.receive(ev.Unfit(link, fellow.incarnation, f"transport: {error}"[:4096]))
-        else:
-            self.receive(ev.Connected(link, fellow.incarnation))
+            self.evidence.meet(link, fellow.incarnation, fellow.facts.process)
+        self.pending.append(ev.Connected(link, fellow.incarnation))
 
     def _disconnect(self, action: ev.Disconnect, now: float) -> None:
         fellow = self.fellows.get(action.link)

@@ -2,7 +2,8 @@
 
 A line is ``["start", {...}]``; ``["step", at_s, who, [[kind, {...}], ...]]``, what ``ledger`` or ``rank N`` was told in
 one step, a frame as it came; ``["claim", at_s, who, handle, granted]``; ``["verdict", at_s, kind, {...}]``, what the
-ledger told vLLM; or ``["record", {...}]``, one hand-over's times. ``replay`` feeds the events to new machines and compares the verdicts.
+ledger told vLLM; or ``["record", {...}]``, one hand-over's times. ``replay`` feeds the events to new machines and
+compares the verdicts.
 """
 
 from __future__ import annotations

@@ -224,9 +224,9 @@ class Transport:
             self._check(write)
 
     def release(self, write: Write) -> bool:
-        """True once nothing of the write can store or be read any more; then it is forgotten. Never raises.
+        """True once nothing of the write can store or be read any more; then it is forgotten. False: ask again later.
 
-        False: ask again later. An active write is not released.
+        Never raises.
         """
         if write._released:
             return True

@@ -72,8 +72,10 @@ class WorkerSide:
             return
         loads, orders.load = orders.load, []  # a second call in this step finds nothing to do
         rank = self.rank
-        for under_way in [rank.scatter(one.transfer_id, one.blocks, one.first, one.stop) for one in loads]:
-            under_way.wait()
+        begun = [(one, rank.scatter(one.transfer_id, one.blocks, one.first, one.stop)) for one in loads]
+        for one, loading in begun:
+            if not loading.wait():
+                self._invalid.update(block for group in one.blocks for block in group)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Sent, received, failed: what has not been reported yet."""

@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 
 from pushkv.sim import report, scenario
 from pushkv.sim.errors import BadInput, unknown
+from pushkv.sim.explore import command as exploration
+from pushkv.sim.output import check_writable, emit, write_text
 from pushkv.sim.progress import progress_bar
 from pushkv.sim.requests_out import check_requests_out, write_requests
 from pushkv.sim.scenario import MODES, Scenario, Setting
@@ -70,7 +72,7 @@ class _Outputs:
         made = cls(options.json, options.requests_out, options.trace_out, not options.no_progress)
         for flag, path in (("--json", made.json), ("--requests-out", made.requests), ("--trace-out", made.trace)):
             if path is not None and path != "-":
-                _check_writable(flag, path)
+                check_writable(flag, path)
         paths = [path for path in (made.json, made.requests, made.trace) if path not in (None, "-")]
         if len(set(paths)) < len(paths):
             raise BadInput("--json, --requests-out and --trace-out name the same file; give each its own")
@@ -90,7 +92,7 @@ class _Outputs:
 def _simulate(options: argparse.Namespace) -> int:
     outputs = _Outputs.of(options)
     doc = _run(scenario.load(options.scenario, _flags(options)), outputs)
-    _emit(outputs.json, doc, report.simulate(doc))
+    emit(outputs.json, doc, report.simulate(doc))
     return 0
 
 
@@ -105,7 +107,7 @@ def _compare(options: argparse.Namespace) -> int:
         raise BadInput(f"--mode {','.join(modes)} names a mode twice; name each once")
     plans = [scenario.load(options.scenario, {**flags, "mode": mode}, lenient=True) for mode in modes]
     docs = [_run(plan, outputs.beside(plan.mode)) for plan in plans]
-    _emit(outputs.json, report.documents(docs), report.compare(docs))
+    emit(outputs.json, report.documents(docs), report.compare(docs))
     return 0
 
 
@@ -114,7 +116,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
     for flag, path in (("--json", options.json), ("--out", options.out)):
         if path is not None and path != "-":
-            _check_writable(flag, path)
+            check_writable(flag, path)
     if options.out == "-" and options.json == "-":
         raise BadInput("--out - and --json - both want stdout; give one of them a file")
     fitted = calibration.fit(
@@ -129,8 +131,8 @@ def _calibrate(options: argparse.Namespace) -> int:
         print(fitted.toml, end="")
         return 0
     if options.out is not None:
-        _write_text("--out", options.out, fitted.toml)
-    _emit(options.json, {"schema": report.SCHEMA, **fitted.document()}, report.calibrate(fitted.residuals))
+        write_text("--out", options.out, fitted.toml)
+    emit(options.json, {"schema": report.SCHEMA, **fitted.document()}, report.calibrate(fitted.residuals))
     return 0
 
 
@@ -138,11 +140,42 @@ def _validate(options: argparse.Namespace) -> int:
     from pushkv.sim import validate
 
     if options.json not in (None, "-"):
-        _check_writable("--json", options.json)
+        check_writable("--json", options.json)
     with progress_bar("validate", wanted=not options.no_progress) as progress:
         found = validate.run(options.data, progress=progress)
-    _emit(options.json, found.document(), report.validate(found))
+    emit(options.json, found.document(), report.validate(found))
     return 0 if found.passed else _EXIT_FAILED_CHECK
+
+
+def _bench_transfer(options: argparse.Namespace) -> int:
+    from pushkv.reference import bench_transfer
+
+    for flag, path in (("--json", options.json), ("--csv", options.csv)):
+        if path not in (None, "-"):
+            check_writable(flag, path)
+    if options.json == options.csv == "-":
+        raise BadInput("--json - and --csv - both mean stdout; give one of them a file")
+    try:
+        request = bench_transfer.Request(
+            backend=options.backend,
+            device=options.device,
+            layout=options.layout,
+            tokens=tuple(_whole("--tokens", value) for value in options.tokens.split(",")),
+            runs=tuple(0 if run == "all" else _whole("--runs", run) for run in options.runs.split(",")),
+            layers=_whole("--layers", options.layers),
+            segment_bytes=_whole("--segment-bytes", options.segment_bytes),
+            repeats=_whole("--repeats", options.repeats),
+        )
+        found = bench_transfer.run(request, lambda text: print(text, file=sys.stderr))
+    except bench_transfer.BenchError as error:
+        raise BadInput(str(error)) from None
+    if options.csv not in (None, "-"):
+        write_text("--csv", options.csv, bench_transfer.to_csv(found))
+    if options.csv == "-":
+        print(bench_transfer.to_csv(found), end="")
+    else:
+        emit(options.json, found, report.table(bench_transfer.table_rows(found)))
+    return 0 if all(row["bytes_equal"] for row in found["rows"]) else _EXIT_FAILED_CHECK
 
 
 def _whole(flag: str, value: str) -> int:
@@ -162,36 +195,8 @@ def _run(plan: Scenario, outputs: _Outputs) -> dict[str, Any]:
     return report.document(result)
 
 
-def _emit(json_out: str | None, doc: dict[str, Any], text: str) -> None:
-    """JSON to stdout alone, or to a file with the table on stdout, or the table only."""
-    if json_out == "-":
-        print(report.to_json(doc))
-        return
-    if json_out is not None:
-        _write_text("--json", json_out, report.to_json(doc) + "\n")
-    print(text)
-
-
 def _flags(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in scenario.settings()}
-
-
-def _check_writable(flag: str, path: str) -> None:
-    target = Path(path)
-    folder = target.parent
-    if target.is_dir():
-        raise BadInput(f"{flag} {path} is a folder; name a file")
-    if not folder.is_dir():
-        raise BadInput(f"{flag} {path}: the folder {folder} does not exist; make it first")
-    if not os.access(target if target.exists() else folder, os.W_OK):
-        raise BadInput(f"{flag} {path} cannot be written: permission denied")
-
-
-def _write_text(flag: str, path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"{flag} {path} cannot be written: {error.strerror}") from None
 
 
 # ---- flags ---------------------------------------------------------------------------------------------------------
@@ -216,6 +221,8 @@ def _parser() -> argparse.ArgumentParser:
     _scenario_command(commands, "compare", _compare, "the modes side by side, with the same arrivals")
     _calibrate_command(commands)
     _validate_command(commands)
+    _bench_transfer_command(commands)
+    exploration.add_commands(commands)
     return parser
 
 
@@ -249,6 +256,25 @@ def _validate_command(commands: Any) -> None:
     parser.add_argument("--data", metavar="FOLDER", help="measurements (default: those of the project)")
     parser.add_argument("--json", metavar="FILE|-", help="write JSON; - is stdout, which then holds nothing else")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar on stderr")
+
+
+def _bench_transfer_command(commands: Any) -> None:
+    help = "direct against packed writes between two processes on this machine, over real NIXL"
+    parser = commands.add_parser("bench-transfer", help=help, description=help.capitalize() + ".", allow_abbrev=False)
+    parser.set_defaults(command=_bench_transfer)
+    for flag, metavar, default, text in (
+        ("backend", "UCX|LIBFABRIC", "UCX", "NIXL's backend"),
+        ("device", "cpu|cuda", "cpu", "where the caches lie; cuda takes two devices"),
+        ("layout", "apart|interleaved", "apart", "K and V of a block"),
+        ("tokens", "N,...", "1024,4096", "sizes of the prompt"),
+        ("runs", "N,...", "1,4,16,all", "blocks that follow each other in memory"),
+        ("layers", "N", "8", "layers, of 8 KV heads of 128 bfloat16 each"),
+        ("segment-bytes", "N", str(2 << 20), "segments of staging and landing memory"),
+        ("repeats", "N", "5", "measurements of which the median is shown"),
+    ):
+        parser.add_argument(f"--{flag}", metavar=metavar, default=default, help=f"{text} (default: {default})")
+    parser.add_argument("--json", metavar="FILE|-", help="write JSON; - is stdout, which then holds nothing else")
+    parser.add_argument("--csv", metavar="FILE|-", help="write CSV that `pushkv calibrate` reads; - is stdout")
 
 
 def _scenario_command(commands: Any, name: str, command: Any, help: str) -> None:

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 __all__ = ["Progress", "progress_bar"]
 
 Progress = Callable[[int, int], None]
-"""Called with (requests done, requests in all), as often as the caller likes."""
+"""Called with (requests, or whatever the unit is, done and in all), as often as the caller likes."""
 
 _DELAY_S = 1.0
 
 
 @contextmanager
-def progress_bar(label: str, *, wanted: bool = True) -> Iterator[Progress | None]:
+def progress_bar(label: str, *, wanted: bool = True, unit: str = "requests") -> Iterator[Progress | None]:
     """A `Progress` that draws a bar after a second, or None where nobody would see one."""
     if not wanted or not sys.stderr.isatty():
         yield None
@@ -28,7 +28,7 @@ def progress_bar(label: str, *, wanted: bool = True) -> Iterator[Progress | None
     except ImportError:
         yield None
         return
-    with tqdm(total=None, desc=label, unit=" requests", file=sys.stderr, delay=_DELAY_S, leave=False) as bar:
+    with tqdm(total=None, desc=label, unit=f" {unit}", file=sys.stderr, delay=_DELAY_S, leave=False) as bar:
 
         def report(done: int, total: int) -> None:
             bar.total = total

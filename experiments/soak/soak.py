@@ -183,7 +183,7 @@ def main() -> int:
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="pushkv-soak-"))
     kind = KINDS[chosen.connector]
-    cluster = Cluster(kind, make_model(folder / "model"), folder)
+    cluster = Cluster(kind, make_model(), folder)
     (HERE / "results").mkdir(exist_ok=True)
     path = HERE / "results" / f"{kind.name}-{chosen.path}-seed{chosen.seed}.jsonl"
     try:

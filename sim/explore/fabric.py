@@ -1,8 +1,8 @@
-"""The network and the fabric between processes, as unkind as the profile allows.
+"""The fabric between processes, as unkind as the profile allows.
 
-Network: every frame is encoded, may be lost, doubled, delayed past later ones, and is decoded at the far end, whoever
-lives there by then. Fabric: a posted part is several descriptors. Each lands on its own at any time between claim and
-quiet, also after an error was reported, while its writer is paused, and after its writer's death until the drain time.
+A posted part is several descriptors. Each lands on its own at any time between claim and quiet, also after an error was
+reported, while its writer is paused, and after its writer's death until the drain time. All of it is the transfer's
+chance.
 """
 
 from __future__ import annotations
@@ -11,48 +11,15 @@ from collections import deque
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from pushkv.model.protocol import decode, encode
 from pushkv.model.protocol import events as ev
 from pushkv.sim.explore.ghost import UNIT_TOKENS, Custody, Violation, units_of
 
 if TYPE_CHECKING:
+    from random import Random
+
     from pushkv.sim.explore.process import Process
-    from pushkv.sim.explore.world import World
-
-
-class Network:
-    """Frames between links."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.cut: set[tuple[str, str]] = set()
-        self.sent: dict[str, int] = {}
-        self.lose_next: list[Any] = []
-
-    def send(self, source: ev.Link, target: ev.Link, message: Any) -> None:
-        """Put one message on the wire."""
-        kind = type(message).__name__
-        self.sent[kind] = self.sent.get(kind, 0) + 1
-        world, profile = self.world, self.world.profile
-        frame = encode(message)
-        for lose in self.lose_next:
-            if lose(source, target, message):
-                self.lose_next.remove(lose)
-                world.note(source, f"-> {world.link(target)} {world.text(message)}   LOST")
-                return
-        world.note(source, f"-> {world.link(target)} {world.text(message)}")
-        if (source[0], target[0]) in self.cut or world.random.random() < profile.loss:
-            return
-        for _ in range(2 if world.random.random() < profile.duplicate else 1):
-            delay = profile.latency_s + world.random.random() * profile.jitter_s
-            if world.random.random() < profile.straggle:
-                delay += world.random.random() * profile.straggle_s
-            world.at(delay, self._deliver, source, target, frame)
-
-    def _deliver(self, source: ev.Link, target: ev.Link, frame: bytes) -> None:
-        process = self.world.processes.get(target[0])
-        if process is not None and process.alive and (source[0], target[0]) not in self.cut:
-            process.receive(target[1], ev.Received(source, decode(frame)))
+    from pushkv.sim.explore.profiles import Profile
+    from pushkv.sim.explore.world import Request, World
 
 
 class Write:
@@ -63,6 +30,7 @@ class Write:
     ) -> None:
         self.process, self.rank, self.post = process, rank, post
         self.target, self.custody = target, custody
+        self.request = process.world.requests[post.transfer_id]
         self.source = process.ghost.source(post.transfer_id)
         self.generation = self.source.generation
         self.pieces: set[tuple[int, int]] = set()
@@ -83,6 +51,9 @@ class Fabric:
         self.fates: deque[tuple[float, bool]] = deque()
         """Scripted: how long the next writes take (s), and whether they break."""
 
+    def _chance(self, process: Process, request: Request) -> tuple[Profile, Random]:
+        return request.profile or self.world.profile, request.random or process.random
+
     # ---------------------------------------------------------------- staging
 
     def pack(self, process: Process, rank: int, pack: ev.Pack) -> None:
@@ -93,7 +64,8 @@ class Fabric:
         if pack.stop > process.host.computed(pack.transfer_id):
             raise Violation(f"I2: {process.name} packs tokens of {pack.transfer_id} that are not computed")
         source.packing.add((rank, pack.handle))
-        delay = self.world.profile.pack_s * (0.2 + self.world.random.random())
+        profile, random = self._chance(process, self.world.requests[pack.transfer_id])
+        delay = profile.pack_s * (0.2 + random.random())
         process.later(delay, self._packed, process, rank, pack)
 
     def _packed(self, process: Process, rank: int, pack: ev.Pack) -> None:
@@ -104,10 +76,13 @@ class Fabric:
 
     def post(self, process: Process, rank: int, post: ev.Post) -> None:
         """The transfer thread gets to it some time from now."""
-        profile, random = self.world.profile, self.world.random
+        request = self.world.requests[post.transfer_id]
+        profile, random = self._chance(process, request)
         delay = profile.post_s * random.random()
-        if random.random() < profile.parked:
-            delay += profile.parked_s * random.random()
+        if profile.parked and random.random() < profile.parked:
+            parked_s = profile.parked_s * random.random()
+            if self.world.causes.hit("parked", "write", post.handle, request, None):
+                delay += parked_s
         process.later(delay, self.claim, process, rank, post)
 
     def claim(self, process: Process, rank: int, post: ev.Post) -> None:
@@ -138,61 +113,69 @@ class Fabric:
         self._fly(flying)
 
     def _fly(self, write: Write) -> None:
-        world, profile, random = self.world, self.world.profile, self.world.random
-        post = write.post
-        cuts = sorted({post.start, post.stop, *(random.randint(post.start, post.stop) for _ in range(profile.cuts))})
-        pieces = list(pairwise(cuts))
-        fate = random.random()
-        span = profile.wire_s
+        world, request, post = self.world, write.request, write.post
+        profile, random = self._chance(write.process, request)
+        draw, start, stop = random.random, post.start, post.stop
+        span, broken = profile.wire_s, False
+        fate = draw()
         if fate < profile.slow:
-            span = profile.slow_s
-        broken = profile.slow <= fate < profile.slow + profile.broken
+            if world.causes.hit("slow", "write", post.handle, request, None):
+                span = profile.slow_s
+        elif fate < profile.slow + profile.broken:
+            broken = world.causes.hit("broken", "write", post.handle, request, None)
         if self.fates:
             span, broken = self.fates.popleft()
+            request.causes.update(("slow", "broken"))
+        width = stop - start + 1
+        cuts = sorted({start, stop, *[start + int(draw() * width) for _ in range(profile.cuts)]})
         last = 0.0
-        for start, stop in pieces:
-            delay = span * (0.1 + random.random())
-            if broken and random.random() < 0.4:
+        for piece in pairwise(cuts):
+            delay = span * (0.1 + draw())
+            if broken and draw() < 0.4:
                 continue
             last = max(last, delay)
-            write.pieces.add((start, stop))
-            world.at(delay, self._land, write, start, stop)
+            write.pieces.add(piece)
+            world.at(delay, self._land, write, piece)
         if broken:
-            world.at(random.random() * (last + 0.01), self._break, write)
-            world.at(last + random.random() * profile.quiet_s + 0.02, self._quiet, write)
+            world.at(draw() * (last + 0.01), self._break, write)
+            world.at(last + draw() * profile.quiet_s + 0.02, self._quiet, write)
         else:
-            world.at(last + 0.001 + random.random() * profile.wire_s, self._done, write)
+            world.at(last + 0.001 + draw() * profile.wire_s, self._done, write)
 
-    def _land(self, write: Write, start: int, stop: int) -> None:
-        world, process, target, post = self.world, write.process, write.target, write.post
-        if write.over or (start, stop) not in write.pieces:
+    def _land(self, write: Write, piece: tuple[int, int]) -> None:
+        world, process, target, post, request = self.world, write.process, write.target, write.post, write.request
+        if write.over or piece not in write.pieces:
             return
         if not process.alive and world.now > process.died_at + world.settings.drain_s:
             return
-        write.pieces.remove((start, stop))
-        if target is None or not target.alive:
+        write.pieces.remove(piece)
+        custody, source = write.custody, write.source
+        if target is None or not target.alive or custody is None:
             return
-        assert write.custody is not None
-        tokens = len(write.custody.units) * UNIT_TOKENS
-        wanted = world.requests[post.transfer_id].tokens
-        prompt = world.requests[post.transfer_id].prompt
-        pull = world.requests[post.transfer_id].mode == "pull"
-        if not post.packed and process.alive and (write.source.generation != write.generation or write.source.freed):
+        if not post.packed and process.alive and (source.generation != write.generation or source.freed):
             raise Violation(
                 f"I2: the source of {post.transfer_id} at {process.name} changed under handle {post.handle}"
             )
+        first, units, rank, link_rank = request.prompt - request.tokens, custody.units, write.rank, post.link[1]
+        start, stop = piece
+        if not first <= start < stop <= first + len(units) * UNIT_TOKENS:
+            raise Violation(
+                f"I1: {post.transfer_id} writes tokens {start - first} to {stop - first} of {request.tokens}"
+            )
+        ghost, pull, touched = target.ghost, request.mode == "pull", None
         for position in range(start, stop):
-            index = position - (prompt - wanted)
-            if not 0 <= index < tokens:
-                raise Violation(f"I1: {post.transfer_id} writes token {index} of {tokens}")
-            unit = write.custody.units[index // UNIT_TOKENS]
-            target.ghost.land(write.custody, unit)
+            unit = units[(position - first) // UNIT_TOKENS]
+            if unit is not touched:
+                ghost.land(custody, unit)
+                touched = unit
             if pull:
-                tag = (post.transfer_id, post.link[1], position)
-                write.source.read[(write.rank, post.link[1], position)] = tag
+                source.read[rank, link_rank, position] = (post.transfer_id, link_rank, position)
             else:
-                tag = (post.transfer_id, write.rank, position)
-                target.ghost.cells[(post.link[1], unit, index % UNIT_TOKENS, write.rank)] = tag
+                ghost.cells[link_rank, unit, (position - first) % UNIT_TOKENS, rank] = (
+                    post.transfer_id,
+                    rank,
+                    position,
+                )
 
     # ---------------------------------------------------------------- the end of a write
 
@@ -224,13 +207,15 @@ class Fabric:
         """Stop it, if it can be stopped: what is in flight may still land before it is quiet."""
         write = self.writes.get((id(process), rank, handle))
         if write is not None:
-            self.world.at(self.world.random.random() * self.world.profile.quiet_s + 0.01, self._quiet, write)
+            profile, random = self._chance(process, write.request)
+            self.world.at(random.random() * profile.quiet_s + 0.01, self._quiet, write)
 
     def on_kill(self, process: Process) -> None:
         """What a dead process had posted lands until the drain time, or never."""
         for write in [w for w in self.writes.values() if w.process is process]:
             del self.writes[(id(process), *write.key)]
-            if self.world.random.random() < 0.3:
+            draw = self._chance(process, write.request)[1].random
+            if draw() < 0.3:
                 write.over = True
-            for start, stop in write.pieces:
-                self.world.at(self.world.random.random() * self.world.settings.drain_s, self._land, write, start, stop)
+            for piece in write.pieces:
+                self.world.at(draw() * self.world.settings.drain_s, self._land, write, piece)

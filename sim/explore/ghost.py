@@ -49,12 +49,13 @@ def units_of(memory: Any, packed: bool) -> tuple[Unit, ...]:
 class Ghost:
     """Ghost state of one process (an engine from start to kill)."""
 
-    serials = count(1)
-
     def __init__(self, name: str) -> None:
         self.name = name
+        self.serials = count(1)
         self.owner: dict[Unit, Custody] = {}
         self.custody: dict[str, Custody] = {}
+        self.landing: dict[str, int] = {}
+        """The first landing segment of each custody that has any."""
         self.cells: dict[tuple[int, Unit, int, int], Any] = {}
         self.registered: dict[tuple[Any, ...], str] = {}
         self.granted: dict[tuple[Any, ...], Custody] = {}
@@ -70,10 +71,13 @@ class Ghost:
                 raise Violation(f"I1: {self.name} gives {unit} of {self.owner[unit].transfer_id} to {transfer_id}")
             self.owner[unit] = custody
         self.custody[transfer_id] = custody
+        if packed and custody.units:
+            self.landing[transfer_id] = custody.units[0][1]
 
     def take(self, transfer_id: str) -> None:
         """What ``transfer_id`` had is its owner's again: no landing may hit it any more."""
         custody = self.custody.pop(transfer_id, None)
+        self.landing.pop(transfer_id, None)
         if custody is not None:
             for unit in custody.units:
                 del self.owner[unit]

@@ -1,5 +1,5 @@
-"""A host that behaves like vLLM: block pool, queues, chunked prefill, preemption, aborts; and checks what it is told
-(V5).
+"""A host that behaves like vLLM, and checks what it is told: each thing once and allowed in that state (V5), in time
+(I5a), and nothing forgotten in quarantine (V6).
 
 It plays both parts. Sending part (P in push, D in pull): ``Hold``, ``Computed``, until ``Release``. Receiving part (D
 in push, P in pull): ``Arrived``, memory when asked, until ``Ready`` or ``Fail``, and ``Free`` when that said that the
@@ -11,268 +11,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pushkv.model.protocol import events as ev
-from pushkv.sim.explore.ghost import UNIT_TOKENS, Violation
+from pushkv.model.protocol.states import Incoming
+from pushkv.sim.explore.ghost import Violation
+from pushkv.sim.explore.scheduling import Leg, Scheduling
 
 if TYPE_CHECKING:
-    from pushkv.sim.explore.process import Process
     from pushkv.sim.explore.world import Request
 
 
-def units(tokens: int) -> int:
-    """Blocks or segments for ``tokens``."""
-    return -(-tokens // UNIT_TOKENS)
-
-
-class Leg:
-    """One request at one engine, in one part."""
-
-    def __init__(self, request: Request, now: float) -> None:
-        self.request = request
-        self.tid = request.tid
-        self.blocks: list[int] = []
-        self.begun_at = now
-        self.final_at = -1.0
-        self.verdict = ""
-        self.computed = 0
-        self.run = 0
-        self.running = self.aborted = self.released = self.held = False
-        self.given = self.wants = self.loaded = self.fenced = False
-        self.yields = 0
-
-
-class Host:
+class Host(Scheduling):
     """The scheduler of one engine."""
-
-    def __init__(self, process: Process) -> None:
-        self.process = process
-        self.world = process.world
-        self.free = list(range(process.world.profile.blocks))
-        self.total = len(self.free)
-        self.sending: dict[str, Leg] = {}
-        self.receiving: dict[str, Leg] = {}
-        self.queue: list[Leg] = []
-        self.asking: list[Leg] = []
-        self.history: list[tuple[float, ev.Record]] = []
-        self.packed: set[str] = set()
-        self.ticking = False
-        self.unsettled = 0
-
-    # ---------------------------------------------------------------- blocks
-
-    def _allocate(self, leg: Leg, count: int) -> bool:
-        if leg.blocks or len(self.free) < count:
-            return False
-        self.world.random.shuffle(self.free)
-        leg.blocks = [self.free.pop() for _ in range(count)]
-        return True
-
-    def _give_back(self, leg: Leg) -> None:
-        self.free.extend(leg.blocks)
-        leg.blocks = []
-
-    def computed(self, tid: str) -> int:
-        """Tokens of ``tid`` in the cache."""
-        return self.sending[tid].computed if tid in self.sending else 0
-
-    # ---------------------------------------------------------------- a leg arrives
-
-    def prefill(self, request: Request) -> None:
-        """P's leg."""
-        if request.mode == "pull":
-            leg = self.receiving[request.tid] = Leg(request, self.world.now)
-            links = self.world.links(self.process.name, request.asks or request.d)
-            fanout = max(1, self.process.ranks // self.world.ranks[request.asks or request.d])
-            self._arrive(leg, request.asks or request.d, links, fanout)
-            self.queue.append(leg)
-        else:
-            leg = self.sending[request.tid] = Leg(request, self.world.now)
-            self._hold(leg)
-            self.queue.append(leg)
-        self._tick()
-
-    def decode(self, request: Request) -> None:
-        """D's leg."""
-        if request.mode == "pull":
-            leg = self.sending[request.tid] = Leg(request, self.world.now)
-            self.queue.append(leg)
-        else:
-            leg = self.receiving[request.tid] = Leg(request, self.world.now)
-            if request.mode == "early":
-                self.queue.append(leg)
-            else:
-                self._receive(leg)
-        self._tick()
-
-    def _receive(self, leg: Leg) -> None:
-        p = leg.request.asks or leg.request.p
-        links = self.world.links(self.process.name, p)
-        self._arrive(leg, p, links, max(1, self.process.ranks // self.world.ranks[p]))
-
-    def _arrive(self, leg: Leg, peer: str, links: Any, fanout: int) -> None:
-        request = leg.request
-        packed = request.mode == "packed"
-        memory = tuple(leg.blocks) if request.mode == "early" else None
-        if memory is not None:
-            self.process.ghost.give(leg.tid, memory, False)
-            leg.given = True
-        if packed:
-            self.packed.add(leg.tid)
-        leg.held = True
-        segments = units(request.tokens) if packed else 0
-        leg.begun_at = self.world.now
-        self.process.say(ev.Arrived(leg.tid, peer, links, request.tokens, packed, segments, fanout, memory))
-
-    def _hold(self, leg: Leg) -> None:
-        leg.held = True
-        request = leg.request
-        self.process.ghost.source(leg.tid)
-        self.process.say(ev.Hold(leg.tid, request.prompt, 100, request.chunked and request.mode != "pull"))
-
-    # ---------------------------------------------------------------- scheduling
-
-    def _tick(self) -> None:
-        if not self.ticking:
-            self.ticking = True
-            self.process.later(0.0, self._schedule)
-
-    def _schedule(self) -> None:
-        self.ticking = False
-        for leg in list(self.queue):
-            request = leg.request
-            pull_read = request.mode == "pull" and leg.tid in self.sending
-            prefill = not pull_read and self.process.name == request.p
-            if not self._allocate(leg, units(request.prompt if prefill else request.tokens)):
-                break
-            self.queue.remove(leg)
-            if prefill:
-                leg.running = True
-                if request.mode != "pull":
-                    self.process.command(ev.Computed(leg.tid, 0, False))
-                self.process.later(self.world.profile.chunk_s * self.world.random.random(), self._chunk, leg, leg.run)
-            elif pull_read:
-                self._hold(leg)
-                leg.computed, leg.final_at = request.prompt, self.world.now
-                self.process.command(ev.Computed(leg.tid, request.prompt, True))
-            else:
-                self._receive(leg)
-        for leg in list(self.asking):
-            self._try_admit(leg)
-        self._stuck()
-        if (self.queue or self.asking) and not self.ticking:
-            self.ticking = True
-            self.process.later(0.5, self._schedule)
-
-    def _stuck(self) -> None:
-        """Rule 8 at P: nothing runs, the head of the queue does not fit, finished prefills hold the cache."""
-        finished = [leg for leg in self.sending.values() if leg.final_at >= 0 and leg.blocks and not leg.released]
-        waits = (
-            self.queue
-            and self.process.name == self.queue[0].request.p
-            and not any(x.running for x in self.sending.values())
-        )
-        if waits and finished and hasattr(ev, "GiveWay"):
-            self.process.command(ev.GiveWay())
-
-    def _chunk(self, leg: Leg, run: int) -> None:
-        request = leg.request
-        if leg.run != run or not leg.running:
-            return
-        if leg.computed < request.prompt:
-            step = request.prompt if not request.chunked else self.world.random.randint(1, request.prompt)
-            leg.computed = min(request.prompt, leg.computed + step)
-        final = leg.computed == request.prompt and self.world.random.random() < 0.8
-        if final:
-            leg.running = False
-            leg.final_at = self.world.now
-        if request.mode == "pull":
-            if final and not leg.verdict and not leg.aborted:
-                leg.given = True
-                self.process.ghost.give(leg.tid, tuple(leg.blocks), False)
-                self.process.say(ev.Allocated(leg.tid, tuple(leg.blocks)))
-            elif final:
-                self._give_back(leg)
-                self._forget_receiving(leg)
-        else:
-            self.process.command(ev.Computed(leg.tid, leg.computed, final))
-            self._forget_sending(leg)
-        if leg.running:
-            self.process.later(self.world.profile.chunk_s * self.world.random.random(), self._chunk, leg, leg.run)
-
-    def preempt(self, leg: Leg) -> None:
-        """Take a running prefill's blocks back; it starts over when there is room."""
-        if not leg.running:
-            return
-        leg.running = False
-        leg.run += 1
-        if leg.tid in self.sending:
-            leg.fenced = True
-            self.process.command(ev.Preempted(leg.tid))
-        self.process.fence(self._rewrite, leg)
-
-    def _rewrite(self, leg: Leg) -> None:
-        """Every rank knows of the preemption: what it gathers now is ordered before whatever overwrites the blocks."""
-        leg.fenced = False
-        leg.computed = 0
-        if leg.tid in self.sending:
-            self.process.ghost.rewrite(leg.tid)
-        if leg.aborted or (leg.tid not in self.sending and leg.verdict):
-            if leg.tid in self.sending:
-                self._forget_sending(leg)
-            elif leg.verdict:
-                self._end_receiving(leg)
-            else:
-                self._give_back(leg)
-            return
-        self._give_back(leg)
-        self.queue.append(leg)
-        self._tick()
-
-    def abort(self, tid: str, part: str) -> None:
-        """The client (or router) gives up this leg."""
-        leg = (self.sending if part == "send" else self.receiving).get(tid)
-        if leg is None:
-            if part == "send":
-                self.process.command(ev.Abort(tid, "rejected"))
-            return
-        if leg.aborted or leg.loaded:
-            return
-        leg.aborted = True
-        if part == "send":
-            if not leg.held:
-                self.process.command(ev.Abort(tid, "aborted"))
-                self.queue.remove(leg)
-                del self.sending[tid]
-                return
-            self.process.command(ev.Abort(tid, "aborted"))
-        elif leg.held:
-            if leg.verdict in ("", "ready"):
-                self.process.say(ev.Aborted(tid))
-        else:
-            self.queue.remove(leg)
-            del self.receiving[tid]
-            return
-        if leg in self.queue:
-            self.queue.remove(leg)
-        if leg.running:
-            leg.running = False
-            leg.run += 1
-            if leg.request.mode == "pull" and not leg.given:
-                self._give_back(leg)
-        if part == "send":
-            leg.final_at = self.world.now if leg.final_at < 0 else leg.final_at
-            self._forget_sending(leg)
-
-    def _try_admit(self, leg: Leg) -> None:
-        if leg.aborted or leg.verdict or not leg.wants:
-            self.asking.remove(leg)
-        elif self._allocate(leg, units(leg.request.tokens)):
-            self.asking.remove(leg)
-            leg.wants = False
-            leg.given = True
-            self.process.ghost.give(leg.tid, tuple(leg.blocks), False)
-            self.process.say(ev.Allocated(leg.tid, tuple(leg.blocks)))
-        else:
-            self.process.say(ev.Starved(leg.tid))
 
     # ---------------------------------------------------------------- what the ledger tells
 
@@ -288,16 +36,18 @@ class Host:
 
     def after_ledger(self) -> None:
         """Landing segments that are free belong to nobody."""
-        ghost, free = self.process.ghost, set(self.process.ledger._free)
-        for tid in list(ghost.custody):
-            custody = ghost.custody[tid]
-            if custody.units and custody.units[0][0] == "segment" and custody.units[0][1] in free:
-                ghost.take(tid)
+        ghost = self.process.ghost
+        if ghost.landing:
+            free = self.process.ledger._free
+            for tid, segment in list(ghost.landing.items()):
+                if segment in free:
+                    ghost.take(tid)
+                    self.unsettled.discard(tid)
 
     def told(self, action: Any) -> None:
         """Carry out one action of the ledger."""
         self.history.append((self.world.now, action))
-        getattr(self, "_on_" + type(action).__name__.lower())(action)
+        HANDLERS[type(action)](self, action)
         self._tick()
 
     def _leg(self, action: Any, legs: dict[str, Leg]) -> Leg:
@@ -319,14 +69,14 @@ class Host:
         if request.mode != "pull":
             feeders = [tuple(link[1] for link in row) for row in self.world.links(self.process.name, request.p)]
             ghost.check_loaded(leg.tid, request.prompt, request.tokens, feeders)
-            request.outcome = "loaded"
+            self._outcome(request, "loaded")
         if leg.tid in ghost.custody and leg.tid in self.packed:
             ghost.take(leg.tid)
             ghost.give(leg.tid, action.memory, True)
         else:
             ghost.take(leg.tid)
         if not leg.aborted:
-            self.process.later(self.world.profile.load_s * self.world.random.random(), self._load, leg)
+            self.process.later(self.world.profile.load_s * leg.random.random(), self._load, leg)
         else:
             self._end_receiving(leg)
 
@@ -334,14 +84,15 @@ class Host:
         leg.loaded = True
         if not leg.aborted:
             self.process.say(ev.Loaded(leg.tid))
-        self.process.later(self.world.profile.run_s * self.world.random.random(), self._end_receiving, leg)
+        self.process.later(self.world.profile.run_s * leg.random.random(), self._end_receiving, leg)
 
     def _on_fail(self, action: ev.Fail) -> None:
         leg = self._leg(action, self.receiving)
         self._verdict(leg, action.reason or "(no reason)")
-        self.unsettled += not action.settled
+        if not action.settled:
+            self.unsettled.add(leg.tid)
         if leg.request.mode != "pull":
-            leg.request.outcome = f"failed: {action.reason}"
+            self._outcome(leg.request, f"failed: {action.reason}")
         if leg.request.mode == "pull" and not leg.given:
             if leg.running:
                 return
@@ -356,6 +107,7 @@ class Host:
         if not leg.given or tuple(action.memory) != tuple(leg.blocks):
             raise Violation(f"V5: {self.process.name} is given back {action}, which it did not give")
         leg.given = False
+        self.unsettled.discard(leg.tid)
         self.process.ghost.take(leg.tid)
         if leg.verdict:
             self._end_receiving(leg)
@@ -384,7 +136,7 @@ class Host:
                 request = leg.request
                 readers = [tuple(link[1] for link in row) for row in self.world.links(self.process.name, request.p)]
                 self.process.ghost.check_read(leg.tid, request.prompt, request.tokens, readers)
-            leg.request.outcome = "loaded" if action.ok else f"failed: {action.reason}"
+            self._outcome(leg.request, "loaded" if action.ok else f"failed: {action.reason}")
         self._forget_sending(leg)
 
     def _on_release(self, action: ev.Release) -> None:
@@ -398,22 +150,51 @@ class Host:
     def _verdict(self, leg: Leg, verdict: str) -> None:
         if leg.verdict:
             raise Violation(f"V5: {self.process.name} is told {verdict} of {leg.tid} after {leg.verdict}")
+        self._check_bound(leg)
         leg.verdict = verdict
 
-    # ---------------------------------------------------------------- the end of a leg
+    def _outcome(self, request: Request, outcome: str) -> None:
+        request.outcome, request.ended_at = outcome, self.world.now
 
-    def _end_receiving(self, leg: Leg) -> None:
-        self._give_back(leg)
-        self._forget_receiving(leg)
+    # ---------------------------------------------------------------- bounds
 
-    def _forget_receiving(self, leg: Leg) -> None:
-        self.receiving.pop(leg.tid, None)
-        self.packed.discard(leg.tid)
-        self._tick()
+    def _check_bound(self, leg: Leg) -> None:
+        """I5a: by now ``leg`` may still be without a verdict."""
+        s, now, slack = self.world.settings, self.world.now, 2.0 + self.process.paused_s
+        if leg.tid in self.receiving and self.receiving[leg.tid] is leg:
+            bound = s.wait_s * (1 + leg.yields) + self.world.profile.queue_s
+            if leg.held and leg.begun_at + bound < now - slack:
+                raise Violation(
+                    f"I5a: {leg.tid} has no verdict at {self.process.name} {now - leg.begun_at:.1f} s after arrival"
+                )
+        elif leg.final_at >= 0 and leg.final_at + s.sender_verdict_s < now - slack:
+            raise Violation(
+                f"I5a: {leg.tid} has no verdict at {self.process.name} {now - leg.final_at:.1f} s after its end"
+            )
 
-    def _forget_sending(self, leg: Leg) -> None:
-        if leg.released and not leg.running and not leg.fenced and leg not in self.queue:
-            self._give_back(leg)
-            if leg.verdict:
-                self.sending.pop(leg.tid, None)
-        self._tick()
+    def check_bounds(self) -> None:
+        """I5a: no leg waits too long. V6: in quarantine is what failed unsettled, and nothing that was given back."""
+        for half in (self.receiving, self.sending):
+            for leg in half.values():
+                if not leg.verdict:
+                    self._check_bound(leg)
+        ledger, custody = self.process.ledger, self.process.ghost.custody
+        ending = {tid for tid, entry in ledger._in.items() if entry.state is Incoming.ENDING}
+        lost = [tid for tid in self.unsettled if tid in custody and tid not in ending]
+        if len(ending) != ledger.quarantined() or not ending <= self.unsettled or lost:
+            raise Violation(
+                f"V6: {ledger.quarantined()} in quarantine at {self.process.name}: {sorted(ending)}, while"
+                f" {sorted(tid for tid in self.unsettled if tid in custody)} failed unsettled and did not come back"
+            )
+        self.unsettled &= ending
+
+
+HANDLERS: dict[type[ev.Record], Any] = {
+    ev.Admit: Host._on_admit,
+    ev.Ready: Host._on_ready,
+    ev.Fail: Host._on_fail,
+    ev.Free: Host._on_free,
+    ev.TakeBack: Host._on_takeback,
+    ev.Finished: Host._on_finished,
+    ev.Release: Host._on_release,
+}

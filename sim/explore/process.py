@@ -5,18 +5,22 @@ once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heappush
 from typing import TYPE_CHECKING, Any
 
 from pushkv.model.protocol import Endpoint, Ledger
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.sim.explore.ghost import Ghost
+from pushkv.sim.explore.ghost import Ghost, Violation
 from pushkv.sim.explore.host import Host
 
 if TYPE_CHECKING:
+    from random import Random
+
     from pushkv.sim.explore.world import World
 
-REPORTS = (ev.Offered, ev.Landed, ev.Broken, ev.Settled, ev.Sent, ev.Released)
+REPORTS = frozenset({ev.Offered, ev.Landed, ev.Broken, ev.Settled, ev.Sent, ev.Released})
+EXPOSING = frozenset({msg.Register, msg.Grant})
 
 
 class Process:
@@ -24,8 +28,12 @@ class Process:
     order.
     """
 
-    def __init__(self, world: World, name: str, ranks: int) -> None:
-        self.world, self.name, self.ranks = world, name, ranks
+    def __init__(self, world: World, name: str, ranks: int, random: Random) -> None:
+        self.world, self.name, self.ranks, self.random = world, name, ranks, random
+        self._draw = random.random
+        self._me = [(name, rank) for rank in range(ranks)]
+        self._up = [("up", rank) for rank in range(ranks)]
+        self._down = [("down", rank) for rank in range(ranks)]
         self.incarnations = [next(world.incarnation_numbers) for _ in range(ranks)]
         self.alive, self.paused = True, False
         self.died_at = float("-inf")
@@ -36,7 +44,8 @@ class Process:
         self.transport: list[dict[ev.Link, int]] = [{} for _ in range(ranks)]
         self.host = Host(self)
         self._inbox: list[list[ev.Record]] = [[] for _ in range(ranks)]
-        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        """What came due while it was paused."""
         self._timer = [float("inf")] * ranks
         self._lane: dict[Any, float] = {}
         for number in self.incarnations:
@@ -46,15 +55,9 @@ class Process:
 
     def later(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
         """Do ``action`` then, if this process still lives; when it is paused then, at its waking."""
-        self.world.at(delay_s, self._run, action, args)
-
-    def _run(self, action: Callable[..., None], args: tuple[Any, ...]) -> None:
-        if not self.alive:
-            return
-        if self.paused:
-            self._backlog.append((action, args))
-        else:
-            action(*args)
+        world = self.world
+        world.order += 1
+        heappush(world.queue, (world.now + delay_s, world.order, self, action, args))
 
     def pause(self) -> None:
         """SIGSTOP. The fabric goes on with what was posted."""
@@ -69,15 +72,20 @@ class Process:
         self.paused_s += self.world.now - self.paused_at
         for rank in range(self.ranks):
             self._step_rank(rank)
-        backlog, self._backlog = self._backlog, []
+        backlog, self.backlog = self.backlog, []
         for action, args in backlog:
-            self._run(action, args)
+            self.world.events += 1
+            action(*args)
 
     def _ordered(self, lane: Any, action: Callable[..., None], *args: Any) -> None:
         """As ``later`` after a random delay, but never before an earlier one of the same lane."""
-        at = max(self._lane.get(lane, 0.0), self.world.now + self.world.random.random() * self.world.profile.inside_s)
-        self._lane[lane] = at
-        self.later(at - self.world.now, action, *args)
+        world, lanes = self.world, self._lane
+        at = world.now + self._draw() * world.profile.inside_s
+        if lane in lanes and lanes[lane] > at:
+            at = lanes[lane]
+        lanes[lane] = at
+        world.order += 1
+        heappush(world.queue, (at, world.order, self, action, args))
 
     # ---------------------------------------------------------------- ranks
 
@@ -85,26 +93,32 @@ class Process:
         """``event`` is in the inbox of ``rank``."""
         if not self.alive:
             return
-        self._inbox[rank].append(event)
-        if not self.paused and len(self._inbox[rank]) == 1:
-            self.later(0.0, self._step_rank, rank)
+        inbox = self._inbox[rank]
+        inbox.append(event)
+        if len(inbox) == 1 and not self.paused:
+            world = self.world
+            world.order += 1
+            heappush(world.queue, (world.now, world.order, self, self._step_rank, (rank,)))
 
     def _step_rank(self, rank: int) -> None:
-        endpoint, now = self.endpoints[rank], self.world.now
+        world, endpoint = self.world, self.endpoints[rank]
+        now = world.now
         events, self._inbox[rank] = self._inbox[rank], []
         out: list[ev.Record] = []
-        for event in events:
-            if not isinstance(event, ev.Received):
-                self.world.note((self.name, rank), f"* {self.world.text(event)}", event)
+        if world.log is not None:
+            for event in events:
+                if not isinstance(event, ev.Received):
+                    world.note((self.name, rank), f"* {world.text(event)}", event)
         endpoint.step(events, now, out)
         for action in out:
             self._rank_action(rank, action)
-        if endpoint.wake_at < self._timer[rank]:
-            self._timer[rank] = endpoint.wake_at
-            late = self.world.random.random() * self.world.profile.timer_late_s
-            self.later(max(0.0, endpoint.wake_at - now) + late, self._timed, rank, endpoint.wake_at)
-        if endpoint.wake_at <= now:
-            raise AssertionError(f"{self.name}/{rank} wants to be woken in the past: {endpoint.wake_at} at {now}")
+        wake_at = endpoint.wake_at
+        if wake_at < self._timer[rank]:
+            self._timer[rank] = wake_at
+            late = self._draw() * world.profile.timer_late_s
+            self.later((wake_at - now if wake_at > now else 0.0) + late, self._timed, rank, wake_at)
+        if wake_at <= now:
+            raise AssertionError(f"{self.name}/{rank} wants to be woken in the past: {wake_at} at {now}")
 
     def _timed(self, rank: int, at: float) -> None:
         if self._timer[rank] == at:
@@ -112,38 +126,56 @@ class Process:
         self._step_rank(rank)
 
     def _rank_action(self, rank: int, action: Any) -> None:
-        world, me = self.world, (self.name, rank)
-        if isinstance(action, ev.Send):
-            if isinstance(action.message, (msg.Register, msg.Grant)):
+        world, me, kind = self.world, self._me[rank], type(action)
+        if kind is ev.Send:
+            if type(action.message) in EXPOSING:
                 self.ghost.sent(me, action.link, action.message)
             world.network.send(me, action.link, action.message)
             return
-        if not isinstance(action, REPORTS):
+        if kind in REPORTS:
+            self._ordered(self._up[rank], self.tell_ledger, ev.FromRank(rank, action))
+            return
+        if world.log is not None:
             world.note(me, f"  {world.text(action)}", action)
-        if isinstance(action, ev.Connect):
-            delay = world.profile.connect_s * (0.5 + world.random.random())
-            self.later(delay, self._connect, rank, action)
-        elif isinstance(action, ev.Disconnect):
+        if kind is ev.Connect:
+            lane = world.network.lane(me, action.link)
+            self.later(world.profile.connect_s * (0.5 + lane.random.random()), self._connect, rank, action)
+        elif kind is ev.Disconnect:
             if self.transport[rank].get(action.link) == action.incarnation:
                 del self.transport[rank][action.link]
-        elif isinstance(action, ev.Pack):
+        elif kind is ev.Pack:
             world.fabric.pack(self, rank, action)
-        elif isinstance(action, ev.Post):
+        elif kind is ev.Post:
             world.fabric.post(self, rank, action)
-        elif isinstance(action, ev.Abandon):
+        elif kind is ev.Abandon:
             world.fabric.abandon(self, rank, action.handle)
-        elif isinstance(action, REPORTS):
-            self._ordered(("up", rank), self.tell_ledger, ev.FromRank(rank, action))
         else:
             raise AssertionError(f"{action} is no action of a rank")
 
     def _connect(self, rank: int, action: ev.Connect) -> None:
-        target = self.world.by_incarnation.get(action.incarnation)
-        if target is None or not target.alive or self.world.random.random() < self.world.profile.unfit:
+        world, target = self.world, self.world.by_incarnation.get(action.incarnation)
+        lane, unfit = world.network.lane((self.name, rank), action.link), world.profile.unfit
+        lane.connects += 1
+        misfit = bool(unfit) and lane.random.random() < unfit
+        if misfit:
+            misfit = world.causes.hit("unfit", "connection", lane.connects, None, lane)
+        if target is None or not target.alive or misfit:
             self.receive(rank, ev.Unfit(action.link, action.incarnation, "cannot connect"))
             return
         self.transport[rank][action.link] = action.incarnation
         self.receive(rank, ev.Connected(action.link, action.incarnation))
+
+    def check_tables(self) -> None:
+        """V3: what is kept of things past is bounded by settings and peers."""
+        s = self.world.settings
+        for endpoint in self.endpoints:
+            sizes = endpoint.sender.sizes()
+            if (
+                sizes["tombstones"] > len(endpoint.peers) * s.tombstones_per_link
+                or sizes["remembered"] > s.remembered_ids
+                or sizes["deadlines"] > 2 * sizes["armed"] + 128
+            ):
+                raise Violation(f"V3: {self.name}: {sizes}")
 
     # ---------------------------------------------------------------- the ledger
 
@@ -153,7 +185,7 @@ class Process:
 
     def _command(self, command: ev.Record) -> None:
         for rank in range(self.ranks):
-            self._ordered(("down", rank), self.receive, rank, command)
+            self._ordered(self._down[rank], self.receive, rank, command)
 
     def fence(self, action: Callable[..., None], *args: Any) -> None:
         """Do ``action`` when every rank has taken all commands given so far."""
@@ -169,7 +201,7 @@ class Process:
                 action(*args)
 
         for rank in range(self.ranks):
-            self._ordered(("down", rank), passed, rank)
+            self._ordered(self._down[rank], passed, rank)
 
     def say(self, event: ev.Record) -> None:
         """The host tells the ledger."""
@@ -178,8 +210,10 @@ class Process:
     def tell_ledger(self, event: ev.Record) -> None:
         """One step of the ledger."""
         out: list[ev.Record] = []
-        self.world.note((self.name, "ledger"), f"* {self.world.text(event)}", event)
-        self.ledger.step([event], self.world.now, out)
+        world = self.world
+        if world.log is not None:
+            world.note((self.name, "ledger"), f"* {world.text(event)}", event)
+        self.ledger.step((event,), world.now, out)
         for action in out:
             if isinstance(action, (ev.ToRanks, ev.ToRank)):
                 command = action.command
@@ -189,8 +223,9 @@ class Process:
                     self.host.receiving[command.transfer_id].yields += 1
                 ranks = [action.rank] if isinstance(action, ev.ToRank) else range(self.ranks)
                 for rank in ranks:
-                    self._ordered(("down", rank), self.receive, rank, command)
+                    self._ordered(self._down[rank], self.receive, rank, command)
             else:
-                self.world.note((self.name, "ledger"), f"  {self.world.text(action)}", action)
+                if world.log is not None:
+                    world.note((self.name, "ledger"), f"  {world.text(action)}", action)
                 self.host.told(action)
         self.host.after_ledger()

@@ -97,7 +97,7 @@ def folder() -> Path:
 def cluster(kind: Kind, folder: Path) -> Iterator[Cluster]:
     from .cluster import Cluster  # brings in what only vLLM's environment has
 
-    made = Cluster(kind, make_model(folder / "model"), folder)
+    made = Cluster(kind, make_model(), folder)
     try:
         yield made
     finally:

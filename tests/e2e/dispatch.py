@@ -79,7 +79,7 @@ def for_decode(prefill: Server, transfer_id: str, **more: Any) -> dict[str, Any]
         "remote_request_id": f"cmpl-{transfer_id}-0",
         "remote_host": HOST,
         "remote_port": prefill.spec.side_ports[0],
-        "tp_size": 1,
+        "tp_size": prefill.spec.tp,
         "transfer_id": transfer_id,
         **more,
     }

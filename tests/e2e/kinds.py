@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .servers import HOST, Spec, free_port
+from .servers import HOST, Spec, free_ports
 
 HERE = Path(__file__).parent
 FAULT_FILE = "fault"
@@ -19,21 +19,23 @@ FAULT_FILE = "fault"
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """What tests set, in the words of the design."""
+    """What tests set, in the words of the design. The bounds are long: nothing breaks unless a test breaks it, however
+    slow the machine. ``faults.py`` has short ones.
+    """
 
     path: str = "packed"
-    lease_s: float = 10.0
+    lease_s: float = 60.0
     """P gives up a finished prefill that nobody fetched."""
-    dead_peer_s: float = 3.0
+    dead_peer_s: float = 20.0
     """A silent peer is taken for dead."""
     landing_bytes: int | None = None
     staging_bytes: int | None = None
     segment_bytes: int | None = None
-    orphan_s: float = 5.0
+    orphan_s: float = 40.0
     """D waits for a prefill that P has never heard of."""
-    wait_s: float = 15.0
+    wait_s: float = 60.0
     """D waits for a prefill at all."""
-    write_s: float = 8.0
+    write_s: float = 30.0
     """One write."""
     policy: str = "fail"
     """What D does with a request whose hand-over failed: ``fail`` or ``recompute``."""
@@ -79,7 +81,8 @@ class Kind:
 
     def spec(self, name: str, model: Path, folder: Path, knobs: Knobs, **settings: Any) -> Spec:
         """A server ``P...`` (prefill) or ``D...`` (decode) with this connector."""
-        port = free_port()
+        ports = free_ports(settings.get("tp", 1))
+        port = ports[0]
         environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         transfer: dict[str, Any] = {
             "kv_connector": self.connector,
@@ -96,7 +99,9 @@ class Kind:
             environment["PYTHONPATH"] = str(HERE / "plugins")
         if module is not None:
             transfer["kv_connector_module_path"] = module
-        return Spec(name, model, folder, transfer=transfer, environment=environment, side_ports=(port,), **settings)
+        return Spec(
+            name, model, folder, transfer=transfer, environment=environment, side_ports=tuple(ports), **settings
+        )
 
 
 KINDS = {

@@ -16,10 +16,15 @@ FIRST_WORD = 4
 VOCABULARY = WORDS + FIRST_WORD
 
 
-def make_model(folder: Path, seed: int = 7) -> Path:
+FOLDER = Path(__file__).parents[2] / "out" / "e2e-model"
+"""Where it lies between runs; not in git."""
+
+
+def make_model(folder: Path = FOLDER, seed: int = 7) -> Path:
     """Save the model and its tokenizer into ``folder`` unless they are there already; the same seed gives the same
     weights."""
-    if (folder / "model.safetensors").is_file():
+    done = folder / "complete"
+    if done.is_file():
         return folder
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
@@ -54,4 +59,5 @@ def make_model(folder: Path, seed: int = 7) -> Path:
         pad_token_id=0,
     )
     Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    done.touch()
     return folder

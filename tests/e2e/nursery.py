@@ -51,6 +51,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "PYTHONUNBUFFERED": "1",
+    "PYTHONDONTWRITEBYTECODE": "",  # compiling vLLM and torch anew for every run takes longer than importing them
 }
 """What every server runs with."""
 
@@ -105,6 +106,8 @@ def _serve(argv: Sequence[str]) -> int:
     # vLLM asks for spawn on CPUs, which would import everything again; one OpenMP thread makes forking safe.
     original = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: original("fork" if method == "spawn" else method)  # type: ignore[assignment]
+    # vLLM's own NIXL worker pins itself to the last core: two engines that poll would share one.
+    os.sched_setaffinity = lambda *_: None  # type: ignore[assignment]
     from vllm.entrypoints.launchers.api_server.entry import main
 
     sys.argv = ["api_server", *argv]

@@ -34,6 +34,15 @@ class ServerDied(RuntimeError):
     """A server ended, or did not come up; the message holds the end of its log."""
 
 
+def free_ports(count: int) -> range:
+    """Ports in a row, none of them in use, as the ranks of an engine need them."""
+    while True:
+        last = free_port()
+        got = [last] + [free_port() for _ in range(count - 1)]
+        if got[0] - got[-1] == count - 1:
+            return range(got[-1], last + 1)
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on now, below the range that the system hands out for outgoing connections."""
     with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
@@ -66,6 +75,7 @@ class Spec:
     blocks: int = 256
     """Blocks in the KV cache (``--num-gpu-blocks-override``)."""
     max_seqs: int = 16
+    tp: int = 1
     batch_tokens: int = 2048
     max_tokens: int = 2048
     """Longest prompt and answer together."""
@@ -110,6 +120,8 @@ class Server:
         command += ["--max-model-len", str(spec.max_tokens), "--max-num-seqs", str(spec.max_seqs)]
         command += ["--max-num-batched-tokens", str(spec.batch_tokens)]
         command += ["--num-gpu-blocks-override", str(spec.blocks), *spec.arguments]
+        if spec.tp > 1:
+            command += ["--tensor-parallel-size", str(spec.tp)]
         if spec.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(spec.transfer)]
         return command
@@ -117,8 +129,10 @@ class Server:
     def start(self) -> None:
         """Start the process; :meth:`wait` waits for it."""
         assert not self.alive, f"{self.name} runs already"
-        self.starts += 1
         self.spec.folder.mkdir(parents=True, exist_ok=True)
+        self.starts += 1
+        while self.log.exists():  # of an earlier server of this name
+            self.starts += 1
         self.pid = NURSERY.fork(self._arguments(), self.spec.environment, self.log)
         self._pidfd = os.pidfd_open(self.pid)
 
@@ -219,7 +233,7 @@ class Server:
         """Have every thread of the server write its stack into the log."""
         if self.alive:
             self.signal(signal.SIGUSR1)
-            time.sleep(0.5)
+            time.sleep(0.2)
 
     def tail(self, lines: int = 40) -> str:
         """The end of the log."""

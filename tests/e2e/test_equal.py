@@ -91,7 +91,7 @@ async def test_children(cluster: Cluster, oracle: Oracle, path: str) -> None:
 async def test_children_of_one_id(cluster: Cluster, oracle: Oracle, path: str, shape: str) -> None:
     """A router that does not take them apart gives all children one id: right answers or errors, never a mixture."""
     pair = cluster.pair(Knobs(path=path), batch_tokens=256)
-    more = {"n": 2, "temperature": 0} if shape == "n" else {}
+    more = {"n": 2, "temperature": 1.0, "top_k": 1} if shape == "n" else {}
     prompt = words(70, 17) if shape == "n" else [words(70, 18), words(70, 19)]
     from .dispatch import for_decode, for_prefill, fresh
 
@@ -115,6 +115,19 @@ async def test_block_sizes(cluster: Cluster, oracle: Oracle, path: str, p_block:
     async with Client() as client:
         for length in (1, 33, 64, 65, 200, 1000):
             prompt = words(length, hash_of(p_block, length))
+            got = await client.push(pair.prefill, pair.decode, prompt, TOKENS)
+            assert got.prefill.ok, got.prefill
+            same(got.decode, await oracle.answer(prompt, TOKENS))
+    pair.emptied()
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])
+async def test_tensor_parallel(cluster: Cluster, oracle: Oracle, path: str, p_tp: int, d_tp: int) -> None:
+    """The two KV heads lie in one rank on one side, in two on the other."""
+    pair = cluster.pair(Knobs(path=path), p={"tp": p_tp}, d={"tp": d_tp}, batch_tokens=256)
+    async with Client() as client:
+        for length in (1, 33, 200, 1000):
+            prompt = words(length, hash_of(p_tp, length))
             got = await client.push(pair.prefill, pair.decode, prompt, TOKENS)
             assert got.prefill.ok, got.prefill
             same(got.decode, await oracle.answer(prompt, TOKENS))

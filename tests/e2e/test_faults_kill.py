@@ -125,7 +125,7 @@ async def test_prefill_freezes_and_wakes(cluster: Cluster, oracle: Oracle, path:
             pair.prefill.freeze()
             try:
                 answer = await bounded(tasks[0], BOUND_S, "D")
-                other = words(1500, 363)
+                other = words(900, 363)
                 running = asyncio.create_task(client.complete(pair.decode, other, 60))
                 await asyncio.sleep(0.5)
             finally:

@@ -29,8 +29,7 @@ async def handed_over(pair: Pair, prompt: list[int], limit_s: float = BOUND_S) -
 @pytest.mark.fault("F09")
 async def test_lease_ends_while_the_peer_is_slow_to_know(cluster: Cluster, oracle: Oracle, path: str) -> None:
     """A finished prefill waits for a slow handshake until its lease ends, and P gives its blocks to others."""
-    settings = {"blocks": 40, "max_tokens": 1100, "batch_tokens": 128}
-    pair = await faulty_pair(cluster, path, **settings)
+    pair = await faulty_pair(cluster, path)
     # both forget each other
     for server in pair.servers:
         server.kill()

@@ -124,7 +124,7 @@ def failed_with_a_handle_active(patch: Patch) -> None:
     patch.setattr(Sender, "_stop", stop)
 
 
-@mutant(replace(LOSSY, duplicate=0.5), "I3 V5")
+@mutant(replace(LOSSY, duplicate=0.5), "I3 I5 V5")
 def arrivals_counted_not_collected(patch: Patch) -> None:
     """F19: a duplicate counts for a part that has not come."""
 
@@ -185,7 +185,7 @@ def beats_repeat_nothing(patch: Patch) -> None:
     patch.setattr(Sender, "on_beat", lambda self, link, m, now, out: ())
 
 
-@mutant(replace(CHURN, aborts=6.0, preempts=0.0, latency_s=0.1, inside_s=0.1), "I5")
+@mutant(replace(CHURN, aborts=6.0, preempts=0.0, latency_s=0.1, inside_s=0.1), "I5 V6")
 def landed_after_an_abort_is_kept(patch: Patch) -> None:
     """F16: an abort crosses the last notice; nobody gives the memory back. (Was in the first version of
     ``Ledger._close``.)

@@ -39,9 +39,10 @@ class Worlds(RuleBasedStateMachine):
             request = open_ones[pick % len(open_ones)]
             self.world.abort(request, request.p if at_p else request.d)
 
-    @rule()
-    def a_preemption(self) -> None:
-        self.driver._preempt()
+    @rule(pick=picks)
+    def a_preemption(self, pick: int) -> None:
+        for engine in self.world.config.prefill:
+            self.world.preempt(engine, pick / 8)
 
     @rule(pick=picks)
     def a_kill(self, pick: int) -> None:

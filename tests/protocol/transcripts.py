@@ -15,6 +15,7 @@ from typing import Any
 
 from pushkv.model.protocol import messages as msg
 from pushkv.sim.explore.profiles import Config, Profile
+from pushkv.sim.explore.transcript import LEGEND, Transcript
 from pushkv.sim.explore.world import SETTINGS, World
 
 FOLDER = Path(__file__).parents[1] / "transcripts"
@@ -24,10 +25,6 @@ STEADY = Profile(
     wire_s=0.05, chunk_s=0.2, load_s=0.01, run_s=0.1, quiet_s=1.0, cuts=1,
 )  # fmt: skip
 ONE = Config({"P": 1}, {"D": 1})
-LEGEND = """\
-Columns: seconds, who, what. "*" happens to it, "->" is sent, "!" is a fault, anything else is
-asked of its host. A rank's line bears its engine's name (P/0, P/1 where it has several).
-"""
 
 Story = Callable[[World], None]
 STORIES: dict[str, tuple[Story, dict[str, Any]]] = {}
@@ -52,19 +49,13 @@ def tell(name: str) -> str:
     if not options.get("cold"):
         world.request("packed", next(iter(world.config.prefill)), next(iter(world.config.decode)), 4, 4)
         world.run(8.0)
-    start = world.now
-    lines: list[str] = []
-
-    def log(who: Any, text: str, record: Any) -> None:
-        lines.append(f"{world.now - start:8.3f}  {world.link(who):<9} {text}".rstrip())
-
-    world.log = log
+    transcript = Transcript(world)
     play(world)
     world.log = None
     world.drain()
     title = name.replace("_", " ").capitalize()
     doc = "\n".join(wrap(play.__doc__ or "", 98))
-    return f"{title}\n{'=' * len(title)}\n{doc}\n\n{LEGEND}\n" + "\n".join(lines) + "\n"
+    return f"{title}\n{'=' * len(title)}\n{doc}\n\n{LEGEND}\n" + "\n".join(transcript.lines) + "\n"
 
 
 # ---------------------------------------------------------------- what goes well

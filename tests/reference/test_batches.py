@@ -34,7 +34,7 @@ def test_an_unknown_backend_is_named() -> None:
         Transport("x", "TCP")
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_a_notice_is_whole_when_every_batch_has_come(order: tuple[int, ...]) -> None:
     notices = Notices()
     for position, batch in enumerate(order):

@@ -124,9 +124,9 @@ def test_bad_input_in_a_process_of_its_own(bad: Path, line: str) -> None:
 def test_help_lists_the_commands_that_exist() -> None:
     done = process("--help")
     assert done.returncode == 0
-    for command in ("simulate", "compare", "calibrate", "validate"):
+    for command in ("simulate", "compare", "calibrate", "validate", "explore", "replay"):
         assert command in done.stdout
-    for later in ("sweep", "advise", "explore", "replay", "doctor"):
+    for later in ("sweep", "advise", "doctor"):
         assert later not in done.stdout
     assert process("--version").stdout.startswith("pushkv ")
 
@@ -259,7 +259,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
 
 def test_width_of_the_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", str(report.WIDTH))
-    for command in ("simulate", "compare", "calibrate", "validate"):
+    for command in ("simulate", "compare", "calibrate", "validate", "explore", "replay"):
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
         assert max(map(len, capsys.readouterr().out.splitlines())) <= report.WIDTH
