@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from pushkv.model.protocol import Settings
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol.endpoint import Endpoint
@@ -106,6 +108,8 @@ class Engine:
 
     def tell(self, event: ev.Record) -> None:
         self.told.append(event)
+        if isinstance(event, ev.Hold):
+            event = msgspec.structs.replace(event, bytes_per_token=1)
         self._todo.append(("ledger", event))
 
     def command(self, command: ev.Record) -> None:

@@ -83,7 +83,8 @@ class VllmLike:
         self.side = SchedulerSide(self.engine, self.rules)
         self.free = list(range(1, blocks + 1))
         self.chunk = chunk
-        self.holding_first = holding_first  # 0.32: who holds blocks is looked at first; 0.26: in the order of arrival
+        self.holding_first = holding_first  # 0.32: who holds blocks comes first; 0.26: who was skipped before
+        self.skipped: set[Request] = set()
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -131,6 +132,8 @@ class VllmLike:
         """One pass of the engine's loop."""
         scheduled: dict[str, int] = {}
         for request in list(self.running):
+            if request.status is not Status.RUNNING:
+                continue  # preempted for one before it
             new = min(self.chunk, len(request.tokens) - request.num_computed_tokens)
             while not self._allocate(request, request.num_computed_tokens + new):
                 victim = self.running[-1]
@@ -155,7 +158,11 @@ class VllmLike:
         order = list(self.waiting)
         if self.holding_first:
             order.sort(key=lambda request: not request.blocks)
+        else:
+            order.sort(key=lambda request: request not in self.skipped)
         for request in order:
+            was_skipped = request in self.skipped
+            self.skipped.add(request)
             if request.status is Status.REMOTE:
                 if request.request_id not in self.finished_recving:
                     continue
@@ -181,7 +188,10 @@ class VllmLike:
             assert later or new > 0, "a synchronous load must leave a token to compute"
             fresh = not request.blocks
             if not self._allocate(request, computed + new):
+                if not was_skipped:
+                    self.skipped.discard(request)
                 break
+            self.skipped.discard(request)
             if fresh:
                 for token in range(local):  # the local prefix is in the cache
                     self._put(request, token)
@@ -190,6 +200,7 @@ class VllmLike:
             request.load.append((external, later))
             if later:
                 request.status = Status.REMOTE
+                self.skipped.add(request)
                 continue
             self.waiting.remove(request)
             self.running.append(request)
