@@ -24,9 +24,9 @@ JOBS ?= 2
 help:
 	@echo "make demo    compare pull, push and pushkv, beside measurements"
 	@echo "make test    run all tests"
+	@echo "make explore play random seeds ($(SEEDS)) against the properties of the protocol"
 	@echo "make e2e     run the tests on real vLLM servers (E2E_ARGS=... goes to pytest)"
 	@echo "make serve-demo  hand a prompt over between two real vLLM servers"
-	@echo "make explore play $(SEEDS) random seeds against the protocol's properties"
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make lock    renew uv.lock"

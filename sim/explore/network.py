@@ -7,6 +7,7 @@ of their lane.
 
 from __future__ import annotations
 
+from heapq import heappush
 from typing import TYPE_CHECKING, Any
 
 from pushkv.model.protocol import decode, encode
@@ -80,7 +81,8 @@ class Network:
 
     def send(self, source: ev.Link, target: ev.Link, message: Any) -> None:
         """Put one message on the wire."""
-        world, lane = self.world, self.lane(source, target)
+        world = self.world
+        lane = self._lanes.get((source, target)) or self.lane(source, target)
         kind = type(message).__name__
         self.sent[kind] += 1
         frame = encode(message)
@@ -114,14 +116,16 @@ class Network:
                 self.duplicated.add(kind)
                 fate += "   TWICE"
                 world.at(again, self._deliver, lane, frame, kind, 0)
-        if lane.engines in self.cut:
+        if self.cut and lane.engines in self.cut:
             self.dropped.add(kind)
             fate = "   CUT OFF"
         elif profile.loss and random() < profile.loss and world.causes.hit("lost", kind, number, request, lane):
             self.dropped.add(kind)
             fate = "   LOST"
         else:
-            world.at(delay, self._deliver, lane, frame, kind, lane.sequence)
+            world.order += 1
+            arrival = (lane, frame, kind, lane.sequence)
+            heappush(world.queue, (world.now + delay, world.order, None, self._deliver, arrival))
         if world.log is not None:
             world.note(source, f"-> {world.link(target)} {world.text(message)}{fate}")
 
@@ -134,10 +138,11 @@ class Network:
         return False
 
     def _deliver(self, lane: Lane, frame: bytes, kind: str, sequence: int) -> None:
+        if self.cut and lane.engines in self.cut:
+            self.dropped.add(kind)
+            return
         process = self.world.processes.get(lane.target[0])
-        if process is None or not process.alive or lane.engines in self.cut:
-            if lane.engines in self.cut:
-                self.dropped.add(kind)
+        if process is None or not process.alive:
             return
         if sequence > lane.last:
             lane.last = sequence

@@ -104,10 +104,13 @@ def _stalled(
     victim = random.choice(random.choice(sides))
     requests = [action for action in actions if isinstance(action, plan.Dispatch)]
     its = {action.number for action in requests if victim in (action.p, action.d, action.asks)}
+    astray = {action.number for action in requests if action.asks and action.number in its}
 
     def concerns(action: plan.AnyAction) -> bool:
-        names = (getattr(action, name, "") for name in ("engine", "a", "b"))
-        return not isinstance(action, plan.Dispatch | plan.Abort) and victim in names
+        """Faults of the stalled peer, and its requests that were sent to another: they touch the others' links."""
+        if isinstance(action, plan.Dispatch | plan.Abort):
+            return action.number in astray
+        return victim in (getattr(action, name, "") for name in ("engine", "a", "b"))
 
     kept = [action for action in actions if not concerns(action)]
     at = random.random() * (1.0 + max((action.at for action in requests), default=0.0))

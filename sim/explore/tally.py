@@ -99,12 +99,23 @@ class Exploration(msgspec.Struct, kw_only=True):
 
     def add(self, other: Exploration) -> None:
         """Take in what other seeds gave, from another process or machine."""
-        self.seeds = sorted([*self.seeds, *other.seeds])
+        self.seeds = _joined(sorted([*self.seeds, *other.seeds]))
         for name, tally in other.profiles.items():
             self.profiles.setdefault(name, Tally()).add(tally)
         self.violations = sorted([*self.violations, *other.violations], key=lambda case: (case.seed, case.check))
         self.wall_s += other.wall_s
         self.interrupted = self.interrupted or other.interrupted
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges that touch as one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
 
 
 def versions() -> dict[str, str]:

@@ -131,7 +131,7 @@ def test_seeds_give_the_same_in_any_number_of_workers_and_portions() -> None:
     assert timeless(once) == timeless(twice) == timeless(spread)
     parts = [runner.explore(part, transfers=3) for part in (seeds[:9], seeds[9:])]
     parts[0].add(tally.from_json(json.dumps(tally.document(parts[1])).encode()))
-    assert {**timeless(parts[0]), "seeds": [[420, 442]]} == {**timeless(once), "seeds": [[420, 442]]}
+    assert timeless(parts[0]) == timeless(once)
 
 
 def test_an_interrupted_run_says_what_it_has(

@@ -31,6 +31,11 @@ def test_nothing_changes_for_the_rest(kind: str, profile: str, shape: str) -> No
         assert check(kind, profile, shape, seed).violation == "", f"seed {seed}"
 
 
+def test_a_request_sent_to_the_wrong_engine_counts_for_both() -> None:
+    """It opens a link of the others, so it is not the stalled peer's alone: it is left out of both runs."""
+    assert check(STALLED, "hostile", "fan-in", 5057).violation == ""
+
+
 def first(kind: str, profile: str, shape: str) -> str:
     """What the first of some seeds breaks."""
     return next(filter(None, (check(kind, profile, shape, seed).violation for seed in range(20))), "")
