@@ -20,23 +20,20 @@ if TYPE_CHECKING:
     from pushkv.sim.engine import Engine
     from pushkv.sim.world import World
 
-_KEPT_TILL_POLL = (msg.Written, msg.Failed, msg.Cancelled)
-
 
 class Notified(Connector):
     """One that NIXL tells of its transfers, and that looks at what it was told only in ``poll``."""
+
+    kept = (msg.Written, msg.Failed, msg.Cancelled)
 
     def __init__(self, world: World, engine: Engine) -> None:
         super().__init__(world, engine)
         self._inbox: list[ev.Received] = []
 
-    def receive(self, event: ev.Received) -> None:
-        if isinstance(event.message, _KEPT_TILL_POLL):
-            self._inbox.append(event)
-            self.news += 1
-            self.engine.kick()
-        else:
-            self.host.feed(event)
+    def keep(self, event: ev.Received) -> None:
+        self._inbox.append(event)
+        self.news += 1
+        self.engine.kick()
 
     def hear(self) -> None:
         """Look at what has come since the last time."""
@@ -178,9 +175,9 @@ class PullPrefill(Notified, Prefill):
         self.register(flight, self.world.decode_name(flight), memory=flight.id)
         self.world.prefilled(flight, now)
 
-    def carries(self, message: msg.Message) -> bool:
+    def carries(self, message: msg.Register) -> bool:
         """The registration goes with the answer of the prefill leg."""
-        if isinstance(message, msg.Register) and message.transfer_id in self.held:
+        if message.transfer_id in self.held:
             flight = self.world.flights[message.transfer_id]
             if flight.register is None:
                 flight.register = message

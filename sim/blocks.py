@@ -10,7 +10,7 @@ which lie in order.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,48 +18,56 @@ import numpy as np
 class BlockPool:
     """``blocks`` KV blocks, all free at first. Block numbers start at 1 (vLLM keeps 0 as the null block).
 
-    ``cached``: freed blocks keep what is in them and are taken again last, in the order in which their prompt holds
-    them.
+    ``free``: how many are free. ``cached``: freed blocks keep what is in them and are taken again last, in the order
+    in which their prompt holds them.
     """
 
-    __slots__ = ("_free", "blocks", "cached", "fewest_free")
+    __slots__ = ("_free", "blocks", "cached", "fewest_free", "free")
 
     def __init__(self, blocks: int, *, cached: bool = False) -> None:
         self.blocks = blocks
         self.cached = cached
-        self.fewest_free = blocks
-        self._free = array("i", range(blocks, 0, -1))
+        self.free = self.fewest_free = blocks
+        # The first ``free`` of it are the stack, what lies above is stale: an array that shrinks and grows by hundreds
+        # is moved in memory each time.
+        self._free = array("i", np.arange(blocks, 0, -1, dtype=np.int32).tobytes())
 
     def __len__(self) -> int:
-        """Free blocks."""
-        return len(self._free)
+        """Free blocks, as ``free``."""
+        return self.free
 
     def take(self, count: int) -> array[int]:
         """The next ``count`` blocks in the order of the free list; the caller has made sure that they are there."""
         if count <= 0:
             return array("i")
-        free = self._free
-        taken = free[: -count - 1 : -1]
-        del free[-count:]
-        if len(free) < self.fewest_free:
-            self.fewest_free = len(free)
+        top = self.free
+        self.free = left = top - count
+        if left < self.fewest_free:
+            self.fewest_free = left
+        taken = self._free[left:top]
+        taken.reverse()
         return taken
 
-    def grow(self, lists: Iterable[array[int]]) -> None:
+    def grow(self, lists: Sequence[array[int]]) -> None:
         """One block more at the end of each of ``lists``, in their order, for one more stretch of decoded tokens."""
-        free = self._free
+        free, top = self._free, self.free
         for blocks in lists:
-            blocks.append(free.pop())
-        if len(free) < self.fewest_free:
-            self.fewest_free = len(free)
+            top -= 1
+            blocks.append(free[top])
+        self.free = top
+        if top < self.fewest_free:
+            self.fewest_free = top
 
     def give_back(self, blocks: array[int]) -> None:
         """Free a request's blocks; its last one will be taken first (``cached``: its first one, after all that is
         free)."""
+        free, top = self._free, self.free
+        self.free = after = top + len(blocks)
         if self.cached:
-            self._free[:0] = blocks[::-1]
+            free[len(blocks) : after] = free[:top]
+            free[: len(blocks)] = blocks[::-1]
         else:
-            self._free.extend(blocks)
+            free[top:after] = blocks
 
     @property
     def peak_fraction(self) -> float:

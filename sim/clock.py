@@ -1,50 +1,69 @@
 """simpy's environment with whole ticks, and two short cuts through it.
 
-Decides nothing about order. ``call`` is a timeout with its one callback, made in one go; ``advance`` moves the clock
-where no event stands in between, so that whoever would have scheduled a timeout and waited for it may go on in the
-same call.
+Decides nothing about order. ``call`` is a timeout with its one callback, and nothing else: no event object is made that
+nobody could wait for. ``advance`` moves the clock where no event stands in between, so that whoever would have
+scheduled a timeout and waited for it may go on in the same call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heappush
-from typing import Any, ClassVar
+from heapq import heappop, heappush
+from typing import Any, cast
 
-import msgspec
 import simpy
-from simpy.events import NORMAL
+from simpy.core import EmptySchedule
+from simpy.events import NORMAL, Event, EventPriority
 
-
-class Call(msgspec.Struct, gc=False):
-    """What simpy's loop needs of an event that was triggered for a later time; nobody waits for it or asks it anything.
-
-    ``value`` is what it carries to its one callback.
-    """
-
-    callbacks: list[Callable[[Any], None]] | None
-    value: Any
-    _ok: ClassVar[bool] = True
+Entry = tuple[int, int, int, Callable[[Any], None], Any]
+"""What the queue holds: when, priority, number; then what is called, and with what."""
 
 
 class Clock(simpy.Environment):
-    """Time in whole ticks: ``ticks`` is ``now`` as the integer that it is."""
+    """Time in whole ticks: ``ticks`` is the present one. simpy's own events work as ever."""
+
+    def __init__(self, initial_time: int = 0) -> None:
+        super().__init__(initial_time)
+        self.ticks = initial_time
+        self._entries = cast("list[Entry]", self._queue)
 
     @property
-    def ticks(self) -> int:
-        """The present tick."""
-        return self._now  # type: ignore[return-value]
+    def now(self) -> int:
+        """The present tick, for simpy."""
+        return self.ticks
 
     def call(self, when: int, then: Callable[[Any], None], what: Any) -> None:
-        """Call ``then(event)`` at ``when``, with ``what`` as the event's value; events of one tick come in the order
-        of their making."""
-        queue: list[Any] = self._queue
-        heappush(queue, (when, NORMAL, next(self._eid), Call([then], what)))
+        """Call ``then(what)`` at ``when``; calls of one tick come in the order of their making."""
+        heappush(self._entries, (when, NORMAL, next(self._eid), then, what))
+
+    def schedule(self, event: Event, priority: EventPriority = NORMAL, delay: float = 0) -> None:
+        """Let simpy's ``event`` happen after ``delay`` ticks."""
+        heappush(self._entries, (self.ticks + int(delay), priority, next(self._eid), _happen, event))
+
+    def step(self) -> None:
+        """All that is scheduled, until somebody stops the simulation.
+
+        simpy's ``run`` calls this in a loop, for one event each time. Here the loop is inside.
+        """
+        entries = self._entries
+        while entries:
+            self.ticks, _, _, then, what = heappop(entries)
+            then(what)
+        raise EmptySchedule
 
     def advance(self, when: int) -> bool:
         """Be at ``when``, and say ``True``, if nothing is scheduled up to and including then."""
-        queue = self._queue
-        if queue and queue[0][0] <= when:
+        entries = self._entries
+        if entries and entries[0][0] <= when:
             return False
-        self._now = when
+        self.ticks = when
         return True
+
+
+def _happen(event: Event) -> None:
+    """simpy's ``step`` for one of its own events."""
+    callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment]
+    for callback in callbacks:
+        callback(event)
+    if not event._ok and not hasattr(event, "_defused"):
+        raise event._value

@@ -32,6 +32,8 @@ class Connector:
     """What ``poll`` may have something to say about: the engine's loop stops there only when this is not empty."""
     registers_only = False
     """Whether ``received`` can make nothing schedulable, so that the engine need not look up for it."""
+    kept: Collection[type[msg.Message]] = ()
+    """Messages that ``keep`` is given, and not the machines at once."""
     news = 0
     """How many things ``poll`` would find now."""
 
@@ -102,13 +104,13 @@ class Connector:
 
     # ------------------------------------------------------------ actions of the protocol
 
-    def carries(self, message: msg.Message) -> bool:
+    def carries(self, message: msg.Register) -> bool:
         """Whether this connector sends ``message`` itself (pull: through the router)."""
         return False
 
-    def receive(self, event: ev.Received) -> None:
-        """A message has come; a connector that looks at its messages once a step keeps it till then."""
-        self.host.feed(event)
+    def keep(self, event: ev.Received) -> None:
+        """A message of ``kept`` has come, for a connector that looks at such messages once a step."""
+        raise NotImplementedError
 
     def pack(self, action: ev.Pack) -> None:
         """Gather into staging."""
@@ -180,7 +182,8 @@ class Prefill(Connector):
         self.engine.open -= 1
         self.engine.pool.give_back(request.blocks)
         self.world.held_p += len(request.blocks) * (now - flight.held_p)
-        self.world.memory_span(flight, self.engine.name, flight.held_p, now)
+        if self.world.trace is not None:
+            self.world.memory_span(flight, self.engine.name, flight.held_p, now)
 
 
 class Sending(Prefill):
@@ -254,7 +257,8 @@ class Receiving(Connector):
             flight = request.flight
             if self.remote.pop(flight.id, None) is not None:
                 self.world.held_d += len(request.blocks) * (now - flight.held_d)
-                self.world.memory_span(flight, self.engine.name, flight.held_d, now)
+                if self.world.trace is not None:
+                    self.world.memory_span(flight, self.engine.name, flight.held_d, now)
                 flight.landed = now
                 self.loaded.append(request)
         return False
@@ -299,7 +303,7 @@ class Receiving(Connector):
     def take_blocks(self, request: Request, now: int) -> bool:
         """Allocate for the whole prompt, or not at all."""
         need = -(-request.input_len // self.engine.block_size)
-        if need > len(self.engine.pool):
+        if need > self.engine.pool.free:
             return False
         request.blocks = self.engine.pool.take(need)
         request.flight.held_d = now

@@ -27,6 +27,7 @@ class StepCosts:
         self.idle_poll = ticks(serving.idle_poll_s)
         self.decode_launch = ticks(serving.decode_launch_s)
         self._lines: dict[int, tuple[int, int]] = {}
+        self._chunks: dict[tuple[int, int], tuple[float, float, float]] = {}
 
     def decode_line(self, batch: int) -> tuple[int, int]:
         """Ticks of a decode step of ``batch`` sequences, and ticks per token of their context."""
@@ -36,11 +37,6 @@ class StepCosts:
             line = self._lines[batch] = (ticks(base_s), ticks(context_s))
         return line
 
-    def decode(self, batch: int, context: int) -> int:
-        """Ticks of one decode step on the device."""
-        base, slope = self.decode_line(batch)
-        return base + slope * context
-
     def mixed(
         self, parts: Sequence[tuple[Request, int, int]], batch: int, context: int, t: int, start: int
     ) -> tuple[int, int]:
@@ -49,12 +45,28 @@ class StepCosts:
         Returns how long the launch takes the host (more kernels than the launch queue holds: it waits for the
         device), and when the device is done.
         """
-        cost = self.cost
-        chunks = [(new, before) for _, new, before in parts]
-        device_s = cost.device_s(chunks, batch, context)
-        launch_s = host_s = cost.launch_s(batch + sum(new for new, _ in chunks))
+        if len(parts) == 1 and not batch:
+            device_s, launch_s, blocked_s = self._lone(parts[0][1:])
+        else:
+            device_s, launch_s, blocked_s = self._step_s([part[1:] for part in parts], batch, context)
+        host_s = launch_s
         ahead_s = (start - t) * S_PER_TICK
-        blocked_s = cost.launch_blocked_s(device_s)
         if blocked_s > 0:
             host_s = max(launch_s, ahead_s + blocked_s)
-        return ticks(host_s), t + ticks(cost.floor_s(ahead_s + device_s, launch_s))
+        return ticks(host_s), t + ticks(self.cost.floor_s(ahead_s + device_s, launch_s))
+
+    def _lone(self, chunk: tuple[int, int]) -> tuple[float, float, float]:
+        """``_step_s`` of one chunk and nothing else: a prefill engine computes the same few again and again."""
+        costs = self._chunks.get(chunk)
+        if costs is None:
+            costs = self._step_s([chunk], 0, 0)
+            if len(self._chunks) < 1 << 16:
+                self._chunks[chunk] = costs
+        return costs
+
+    def _step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context: int) -> tuple[float, float, float]:
+        """Seconds on the device, to launch, and for which launching waits for the device."""
+        cost = self.cost
+        device_s = cost.device_s(chunks, batch, context)
+        new_tokens = batch + sum([new for new, _ in chunks])
+        return device_s, cost.launch_s(new_tokens), cost.launch_blocked_s(device_s)

@@ -18,7 +18,7 @@ from heapq import heappop
 from math import isqrt
 
 from pushkv.sim.blocks import BlockPool
-from pushkv.sim.clock import Call, Clock
+from pushkv.sim.clock import Clock
 from pushkv.sim.costs import StepCosts
 from pushkv.sim.request import Request
 from pushkv.sim.scheduler import Batch, Scheduler
@@ -72,8 +72,8 @@ class Engine(Scheduler):
         else:
             self.env.call(when, self._wake, self._turn)
 
-    def _wake(self, event: Call) -> None:
-        if event.value != self._turn or self.dead:
+    def _wake(self, turn: int) -> None:
+        if turn != self._turn or self.dead:
             return
         if self._due < self._paused_until:
             self._at(self._paused_until, self._then)
@@ -104,9 +104,9 @@ class Engine(Scheduler):
         elif self._parked:
             self.kick()
 
-    def _drain(self, event: Call) -> None:
+    def _drain(self, turn: int) -> None:
         """The pass that takes the inbox, in the middle of a jump: nobody in it can be scheduled yet."""
-        if event.value == self._turn and self._parked == "jump" and not self.dead:
+        if turn == self._turn and self._parked == "jump" and not self.dead:
             self._take_inbox()
 
     def _take_inbox(self) -> None:
@@ -154,7 +154,7 @@ class Engine(Scheduler):
             self._queue.clear()
         self._at(max(now, last + self.costs.schedule), self._top)
 
-    def _kicked(self, _: Call) -> None:
+    def _kicked(self, _: None) -> None:
         self.kick()
 
     # ------------------------------------------------------------ the loop
@@ -175,7 +175,8 @@ class Engine(Scheduler):
         finished, self._finished_flag = self._finished_flag, False
         connector.admit(now)
         calm = self.fast and len(queue) == 1 and not connector.fresh and not connector.news
-        if calm and self.active and queue[0].version == self._version and self._jump(now):
+        alike = self.active and not (self._starting or self.prefilling or self.waiting)
+        if calm and alike and queue[0].version == self._version and self._jump(now):
             return
         batch = self._schedule(now)
         if calm and batch is None and not (finished or self._preempted) and queue[0].quiet and queue[0].end <= now:
@@ -250,13 +251,16 @@ class Engine(Scheduler):
     def _launch(self, batch: Batch, t: int) -> int:
         """Launch on this thread; returns when it has the thread again. ``batch.end`` is when the device is done."""
         costs = self.costs
-        start = max(self.gpu_free, t) + self.connector.before_step(batch.firsts)
+        start = self.gpu_free if self.gpu_free > t else t
+        if batch.firsts:
+            start += self.connector.before_step(batch.firsts)
         if batch.parts:
             host, batch.end = costs.mixed(batch.parts, batch.count, batch.context, t, start)
             t += host
         else:
             t += costs.decode_launch
-            batch.end = max(start, t) + costs.decode(batch.count, batch.context)
+            base, slope = costs.decode_line(batch.count)
+            batch.end = (start if start > t else t) + base + slope * batch.context
         self.gpu_free = batch.end
         if self.on_step is not None:
             self.on_step(start if batch.parts else max(start, t), batch)
@@ -268,17 +272,18 @@ class Engine(Scheduler):
 
     def _jump(self, now: int) -> bool:
         """Run all steps in which nothing happens but one token for everybody, up to the step before somebody's last."""
-        if self._starting or self.prefilling or self.waiting:
-            return False
         step, n = self.steps, len(self.active)
         ends = self._ends
         while ends[0][2].last_step != ends[0][0] or ends[0][2] not in self.active:
             heappop(ends)
         count = ends[0][0] - 1 - step
-        room = len(self.pool) // n - 1
-        count = min(count, room * self.block_size)
         if count < 2:
             return False
+        room = (self.pool.free // n - 1) * self.block_size
+        if room < count:
+            count = room
+            if count < 2:
+                return False
         costs = self.costs
         base, slope = costs.decode_line(n)
         first = base + slope * (self._base + n * (step + 1))
@@ -286,28 +291,30 @@ class Engine(Scheduler):
         end = self._queue[0].end
         if first < busy or end < now + busy:
             return False
-        self._jump_to = (count, first, slope * n, end)
+        growth = slope * n
+        self._jump_to = (count, first, growth, end)
         self._since = now
-        self._jump_end = end + self._sum(count - 1)
+        self._jump_end = end + _sum(count - 1, first, growth)
         if not self._queue[0].quiet:
             self.env.call(end, self._deliver_results, self._turn + 1)
         self._at(self._jump_end, self._jumped)
         self._parked = "jump"
         return True
 
-    def _deliver_results(self, event: Call) -> None:
+    def _deliver_results(self, turn: int) -> None:
         """The step that was under way when the jump began has tokens that somebody waits for: they are there now.
 
         The jump goes on from here, one step shorter, unless somebody waits for what the results set free.
         """
-        if event.value != self._turn or self.dead:
+        if turn != self._turn or self.dead:
             return
         count, first, growth, end = self._jump_to
         self._advance(1)
-        batch = self._queue.popleft()
-        self.gpu_free = end + first
-        self._queue.append(Batch(self.gpu_free, self._version))
-        self._jump_to = (count - 1, first + growth, growth, self.gpu_free)
+        queue = self._queue
+        batch = queue[0]
+        self.gpu_free = then = end + first
+        queue[0] = Batch(then, self._version)
+        self._jump_to = (count - 1, first + growth, growth, then)
         self._since = end
         self._parked = ""
         self._results(batch, end)
@@ -319,28 +326,28 @@ class Engine(Scheduler):
             self._parked = "jump"
             self._finished_flag = False
 
-    def _sum(self, steps: int) -> int:
-        """Ticks of the first ``steps`` steps of the jump."""
-        _, first, growth, _ = self._jump_to
-        return steps * first + growth * (steps * (steps - 1) // 2)
-
     def _advance(self, steps: int) -> None:
         """Book ``steps`` steps: blocks in the order in which the scheduler would have given them out."""
-        size, first = self.block_size, self.steps + 1
-        phases = self._phases[first % size :] + self._phases[: first % size]
-        rounds, rest = divmod(steps, size)
-        wanting = [request.blocks for phase in phases for request in phase] * rounds
-        wanting += [request.blocks for phase in phases[:rest] for request in phase]
+        size = self.block_size
+        at = (self.steps + 1) % size
+        self.steps += steps
+        if steps == 1:
+            wanting = [request.blocks for request in self._phases[at]]
+        else:
+            rounds, rest = divmod(steps, size)
+            phases = self._phases[at:] + self._phases[:at]
+            wanting = [request.blocks for phase in phases[:rest] if phase for request in phase]
+            if rounds:
+                ring = wanting + [request.blocks for phase in phases[rest:] if phase for request in phase]
+                wanting = ring * rounds + wanting
         if wanting:
             self.pool.grow(wanting)
-        self.steps += steps
 
     def _jumped(self) -> None:
-        count, _, _, end = self._jump_to
+        count, first, growth, end = self._jump_to
         self._parked = ""
         self._advance(count)
-        batch = self._queue[0]
-        batch.end = self.gpu_free = end + self._sum(count)
+        self._queue[0].end = self.gpu_free = end + _sum(count, first, growth)
         self._ran = True
         self._top()
 
@@ -349,10 +356,9 @@ class Engine(Scheduler):
         _, first, growth, end = self._jump_to
         if now < end:
             return 0, self._since, end
-        done = 1 + self._steps_in(now - end)
-        before = done - 1
-        began = end + self._sum(before)
-        return done, began, began + first + growth * before
+        before = _steps_in(now - end, first, growth)
+        began = end + _sum(before, first, growth)
+        return 1 + before, began, began + first + growth * before
 
     def _land(self, now: int) -> None:
         """An event falls into the jump: be in the pass in which it falls, as if every step had been taken."""
@@ -362,8 +368,9 @@ class Engine(Scheduler):
         done, began, ends = self._place(now)
         self._advance(done + 1)
         older.end = ends
-        batch = Batch(self._jump_to[3] + self._sum(done + 1), self._version)
-        self.gpu_free = batch.end
+        _, first, growth, end = self._jump_to
+        self.gpu_free = end + _sum(done + 1, first, growth)
+        batch = Batch(self.gpu_free, self._version)
         self._ran = True
         looked = began + self.costs.schedule + self.costs.decode_launch
         if self.connector.watched and now <= looked:
@@ -376,16 +383,19 @@ class Engine(Scheduler):
             self._queue.append(batch)
             self._at(ends, self._update)
 
-    def _steps_in(self, ticks_: int) -> int:
-        """How many whole steps of the jump fit into ``ticks_``."""
-        _, first, growth, _ = self._jump_to
-        if growth == 0:
-            return ticks_ // first
-        # growth/2 k² + (first − growth/2) k ≤ ticks
-        b = 2 * first - growth
-        k = (isqrt(b * b + 8 * growth * ticks_) - b) // (2 * growth)
-        while self._sum(k + 1) <= ticks_:
-            k += 1
-        while k and self._sum(k) > ticks_:
-            k -= 1
-        return k
+
+def _sum(steps: int, first: int, growth: int) -> int:
+    """Ticks of ``steps`` steps of a jump, of which the first takes ``first`` and each ``growth`` more than the one
+    before."""
+    return steps * first + growth * (steps * (steps - 1) // 2)
+
+
+def _steps_in(ticks_: int, first: int, growth: int) -> int:
+    """How many whole steps of such a jump fit into ``ticks_``: the largest k with ``_sum(k, first, growth) <= ticks_``.
+
+    Exact: the root of growth k² + (2 first - growth) k = 2 ticks, and rounding it down early changes nothing.
+    """
+    if growth == 0:
+        return ticks_ // first
+    b = 2 * first - growth
+    return (isqrt(b * b + 8 * growth * ticks_) - b) // (2 * growth)

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from pushkv.model.timing import max_min_rates
-from pushkv.sim.clock import Call, Clock
+from pushkv.sim.clock import Clock
 from pushkv.sim.ticks import S_PER_TICK, TICKS_PER_S
 
 
-class Flow:
-    """Bytes on their way; ``done`` is called when they have arrived."""
+class Flow(msgspec.Struct, eq=False):
+    """Bytes on their way, ``left`` of them now, at ``cap`` per second at most; ``done`` is called when they have
+    arrived."""
 
-    __slots__ = ("cap", "done", "left", "path", "rate")
-
-    def __init__(self, path: tuple[int, ...], size: float, cap: float, done: Callable[[], None]) -> None:
-        self.path, self.left, self.cap, self.done = path, size, cap, done
-        self.rate = 0.0
+    path: tuple[int, ...]
+    left: float
+    cap: float
+    done: Callable[[], None]
+    rate: float = 0.0
 
 
 class Wires:
@@ -48,8 +51,12 @@ class Wires:
 
     def _alone(self, flow: Flow) -> None:
         self._turn += 1
-        flow.rate = min(flow.cap, *[self._capacities[link] for link in flow.path])
-        self._env.call(self._since + round(flow.left / flow.rate * TICKS_PER_S), self._arrive, self._turn)
+        rate = flow.cap
+        for link in flow.path:
+            if self._capacities[link] < rate:
+                rate = self._capacities[link]
+        flow.rate = rate
+        self._env.call(self._since + round(flow.left / rate * TICKS_PER_S), self._arrive, self._turn)
 
     def _progress(self) -> None:
         now = self._env.ticks
@@ -73,8 +80,8 @@ class Wires:
         soonest = min(flow.left / flow.rate for flow in flows)
         self._env.call(self._since + max(0, round(soonest * TICKS_PER_S)), self._arrive, self._turn)
 
-    def _arrive(self, event: Call) -> None:
-        if event.value != self._turn:
+    def _arrive(self, turn: int) -> None:
+        if turn != self._turn:
             return
         if len(self._flows) == 1:
             self._flows.pop().done()

@@ -107,9 +107,9 @@ class Faults:
         """Memory that a dead peer may still read or write never comes back. Clients of what waits for it do not wait
         for ever."""
         world = self._world
-        steps = sum(engine.steps for engine in world.engines.values())
-        progress = (world.remaining, steps)
-        if progress == self._progress and not any(engine.running for engine in world.engines.values()):
+        alive = [engine for engine in world.engines.values() if not engine.dead]
+        progress = (world.remaining, sum(engine.steps for engine in alive))
+        if progress == self._progress and not any(engine.running for engine in alive):
             for flight in list(world.flights.values()):
                 world.failed(flight)
         self._progress = progress

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pushkv.model.protocol import Endpoint, Ledger, Settings
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.sim.clock import Call, Clock
+from pushkv.sim.clock import Clock
 from pushkv.sim.ticks import S_PER_TICK, ticks
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 NEVER = float("inf")
 _LATE = 1000  # ticks: more than a rounding of seconds, so that a deadline is past when its timer goes off
+_AHEAD_S = 10.0
+"""How far ahead a timer is set at the most: one that was set for a deadline in minutes and is overtaken by a nearer one
+would lie in the clock's queue until then, and make every other event's way through it longer."""
 
 
 class Host:
@@ -40,7 +43,9 @@ class Host:
         self.settings = settings
         self.endpoint = Endpoint(incarnation, settings)
         self.ledger = Ledger(settings)
+        self._alarm = self.endpoint.alarm
         self.dead = False
+        self._kept = connector.kept
         self._paused_until = 0
         self._armed = NEVER
         carry: dict[type[ev.Record], Callable[[Any], None]] = {
@@ -69,23 +74,20 @@ class Host:
         """Steps that the machines have made."""
         return self.endpoint.steps + self.ledger.steps
 
-    def feed(self, event: ev.Record) -> None:
-        """An event for the rank's machines."""
-        self._step((event,))
-
-    def _step(self, events: tuple[ev.Record, ...]) -> None:
+    def feed(self, *events: ev.Record) -> None:
+        """Events for the rank's machines; with none, they look at the time."""
         out: list[ev.Record] = []
         self.endpoint.step(events, self.env.ticks * S_PER_TICK, out)
         carry = self._carry
         for action in out:
             carry[type(action)](action)
-        if self.endpoint.wake_at < self._armed:
+        if self._alarm.at < self._armed:
             self._arm()
 
-    def book(self, event: ev.Record) -> None:
-        """An event for the books."""
+    def book(self, *events: ev.Record) -> None:
+        """Events for the books."""
         out: list[ev.Record] = []
-        self.ledger.step((event,), self.env.ticks * S_PER_TICK, out)
+        self.ledger.step(events, self.env.ticks * S_PER_TICK, out)
         carry = self._carry
         for action in out:
             carry[type(action)](action)
@@ -95,29 +97,34 @@ class Host:
         return self.endpoint.sender.claim(handle, self.env.ticks * S_PER_TICK)
 
     def _arm(self) -> None:
-        self._armed = self.endpoint.wake_at
+        self._armed = min(self._alarm.at, self.env.ticks * S_PER_TICK + _AHEAD_S)
         self.env.call(max(self.env.ticks, ticks(self._armed) + _LATE), self._wake, self._armed)
 
-    def _wake(self, event: Call) -> None:
-        if event.value != self._armed or self.dead:
+    def _wake(self, armed: float) -> None:
+        if armed != self._armed or self.dead:
             return
         if self.env.ticks < self._paused_until:
-            self.env.call(self._paused_until + 1, self._wake, event.value)  # what has come meanwhile is heard first
+            self.env.call(self._paused_until + 1, self._wake, armed)  # what has come meanwhile is heard first
             return
         self._armed = NEVER
-        if self.endpoint.wake_at <= self.env.ticks * S_PER_TICK:
-            self._step(())
-        elif self.endpoint.wake_at < self._armed:
+        if self._alarm.at <= self.env.ticks * S_PER_TICK:
+            self.feed()
+        elif self._alarm.at < NEVER:
             self._arm()
 
     def _send(self, action: ev.Send) -> None:
-        if not self.connector.carries(action.message):
-            self.network.send(self.name, action.link[0], action.message)
+        message = action.message
+        if type(message) is not msg.Register or not self.connector.carries(message):
+            self.network.send(self.name, action.link[0], message)
 
     def receive(self, engine: str, message: msg.Message) -> None:
         """``message`` has come from ``engine``."""
-        if not self.stopped(self._hear, (engine, message)):
-            self.connector.receive(ev.Received((engine, 0), message))
+        if self.dead or self.env.ticks < self._paused_until:
+            self.stopped(self._hear, (engine, message))
+        elif type(message) in self._kept:
+            self.connector.keep(ev.Received((engine, 0), message))
+        else:
+            self.feed(ev.Received((engine, 0), message))
 
     def _hear(self, what: tuple[str, msg.Message]) -> None:
         self.receive(*what)
@@ -136,7 +143,7 @@ class Host:
         if self.dead:
             return True
         if self.env.ticks < self._paused_until:
-            self.env.call(self._paused_until, lambda _: then(what), None)
+            self.env.call(self._paused_until, then, what)
             return True
         return False
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pushkv.model.protocol import decode, encode
 from pushkv.model.protocol.messages import Message
-from pushkv.sim.clock import Call, Clock
+from pushkv.sim.clock import Clock
 from pushkv.sim.ticks import ticks
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ class Network:
             return
         if self._encoded:
             message = decode(encode(message))
-        self._env.call(self._env.ticks + self._delay, self._arrive, (source, destination, message))
+        env = self._env
+        env.call(env.ticks + self._delay, self._arrive, (source, destination, message))
 
-    def _arrive(self, event: Call) -> None:
-        source, destination, message = event.value
+    def _arrive(self, what: tuple[str, str, Message]) -> None:
+        source, destination, message = what
         self.hosts[destination].receive(source, message)

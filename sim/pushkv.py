@@ -75,8 +75,9 @@ class PushkvPrefill(Sending):
         if action.transfer_id not in self.held:
             self._enqueued[action.transfer_id] = action.stop
         engine.gpu_free = start + world.transfers.gather(action.stop - action.start)
-        world.span(world.flights[action.transfer_id], engine.name, TRANSFER, "gather", start, engine.gpu_free)
-        world.later(engine.gpu_free + self._poll, self._gathered, action.handle)
+        if world.trace is not None:
+            world.span(world.flights[action.transfer_id], engine.name, TRANSFER, "gather", start, engine.gpu_free)
+        self.env.call(engine.gpu_free + self._poll, self._gathered, action.handle)
 
     def _gathered(self, handle: int) -> None:
         host = self.host
@@ -158,13 +159,14 @@ class PushkvDecode(Receiving):
         self.expecting[action.transfer_id] = self.taken_back(action.transfer_id)
 
     def admit(self, now: int) -> None:
-        engine = self.engine
-        while self._landed and engine.running < engine.max_num_seqs and self.take_blocks(self._landed[0], now):
-            engine.start(self._landed.popleft())
-        super().admit(now)
+        landed, engine = self._landed, self.engine
+        while landed and engine.running < engine.max_num_seqs and self.take_blocks(landed[0], now):
+            engine.start(landed.popleft())
+        if self.loaded or self.queue:
+            super().admit(now)
 
     def blocked(self) -> bool:
-        return bool(self._landed) or super().blocked()
+        return bool(self._landed or self.queue or self.loaded)
 
     def allocate(self, request: Request, now: int) -> bool:
         flight = request.flight
@@ -193,7 +195,8 @@ class PushkvDecode(Receiving):
         flight = request.flight
         if flight.packed and flight.first_token < 0:
             self.host.book(ev.Loaded(flight.id))
-            self.world.span(flight, self.engine.name, MEMORY, "landing memory", flight.landing, now)
+            if self.world.trace is not None:
+                self.world.span(flight, self.engine.name, MEMORY, "landing memory", flight.landing, now)
         super().first_token(request, now)
 
     def poll(self, now: int) -> list[Request]:

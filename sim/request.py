@@ -5,55 +5,58 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import msgspec
 
-class Request:
+
+class Request(msgspec.Struct, eq=False):
     """A leg of a request at one engine, as that engine's scheduler sees it; the two legs share their ``flight``."""
 
-    __slots__ = (
-        "blocks", "computed", "first_step", "flight", "freed", "got", "index", "input_len", "last_step", "output_len",
-        "prefill_only", "target",
-    )  # fmt: skip
-
-    def __init__(self, flight: Flight, output_len: int, *, prefill_only: bool) -> None:
-        self.flight = flight
-        self.index = flight.index
-        self.input_len = flight.input_len
-        self.output_len = output_len
-        self.prefill_only = prefill_only
-        self.blocks = array("i")
-        self.computed = 0
-        self.freed = False
-        self.target = flight.input_len
-        self.got = 0
-        self.first_step = self.last_step = -1
-
-    @property
-    def tokens(self) -> int:
-        """Prompt tokens and tokens generated before its present run of steps."""
-        return self.input_len + self.got
+    flight: Flight
+    index: int
+    input_len: int
+    output_len: int
+    prefill_only: bool
+    target: int
+    """Tokens to compute before it decodes: the prompt, and after a preemption what was generated too."""
+    blocks: array[int]
+    computed: int = 0
+    freed: bool = False
+    got: int = 0
+    """Tokens generated before its present run of steps."""
+    first_step: int = -1
+    last_step: int = -1
 
 
-class Flight:
+class Flight(msgspec.Struct, eq=False):
     """What the client and the connector know of a request: its legs, its times (ticks), its transfer."""
 
-    __slots__ = (
-        "arrival", "bytes", "d", "decode", "descriptors", "failed", "first_token", "held_d", "held_p", "id", "index",
-        "input_len", "landed", "landing", "leg_end", "output_len", "over", "p", "packed", "post", "prefill",
-        "prefill_start", "register", "wire",
-    )  # fmt: skip
+    index: int
+    id: str
+    arrival: int
+    input_len: int
+    output_len: int
+    prefill: int
+    """Numbers of its two engines."""
+    decode: int
+    packed: bool
+    p: Request | None = None
+    d: Request | None = None
+    leg_end: int = -1
+    first_token: int = -1
+    landed: int = -1
+    landing: int = -1
+    held_p: int = -1
+    held_d: int = -1
+    prefill_start: int = -1
+    bytes: int = 0
+    descriptors: int = 0
+    post: int = 0
+    wire: int = 0
+    failed: bool = False
+    over: bool = False
+    register: Any = None
 
-    def __init__(self, index: int, arrival: int, input_len: int, output_len: int) -> None:
-        self.index = index
-        self.id = str(index)
-        self.arrival = arrival
-        self.input_len = input_len
-        self.output_len = output_len
-        self.prefill = self.decode = 0
-        self.p: Request | None = None
-        self.d: Request | None = None
-        self.leg_end = self.first_token = self.landed = self.landing = -1
-        self.bytes = self.descriptors = 0
-        self.post = self.wire = 0
-        self.held_p = self.held_d = self.prefill_start = -1
-        self.packed = self.failed = self.over = False
-        self.register: Any = None
+    def leg(self, output_len: int, *, prefill_only: bool) -> Request:
+        """A new leg of it."""
+        n = self.input_len
+        return Request(self, self.index, n, output_len, prefill_only, n, array("i"))

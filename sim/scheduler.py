@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pushkv.sim.blocks import BlockPool
 from pushkv.sim.request import Request
 
@@ -23,25 +25,23 @@ Part = tuple[Request, int, int]
 """A chunk of a prompt in a step: request, new tokens, tokens before them."""
 
 
-class Batch:
+class Batch(msgspec.Struct, eq=False):
     """One step that was launched: when its tokens are there, and whose they are.
 
-    ``count`` sequences decode in it with ``context`` tokens in all; ``version`` is the scheduler's when it was made.
+    ``count`` sequences decode in it with ``context`` tokens in all; ``version`` is the scheduler's when it was made;
+    ``quiet``: nobody waits for this very step.
     """
 
-    __slots__ = ("context", "count", "end", "firsts", "lasts", "parts", "prefilled", "quiet", "report", "version")
-
-    def __init__(self, end: int, version: int) -> None:
-        self.end = end
-        self.version = version
-        self.count = self.context = 0
-        self.quiet = True
-        """Whether nobody waits for this very step."""
-        self.parts: Sequence[Part] = ()
-        self.firsts: Sequence[Request] = ()
-        self.lasts: Sequence[Request] = ()
-        self.prefilled: Sequence[Request] = ()
-        self.report: Sequence[Request] = ()
+    end: int
+    version: int
+    count: int = 0
+    context: int = 0
+    quiet: bool = True
+    parts: Sequence[Part] = ()
+    firsts: Sequence[Request] = ()
+    lasts: Sequence[Request] = ()
+    prefilled: Sequence[Request] = ()
+    report: Sequence[Request] = ()
 
 
 class Scheduler:
@@ -145,13 +145,14 @@ class Scheduler:
         """Chunks of prompts: those under way first, then new ones while there is room, but none in a step that has
         preempted somebody."""
         budget = self.token_budget - len(self.active) - len(self._starting)
-        for request in list(self.prefilling):
-            if request in self.prefilling:
-                budget = self._chunk(request, budget, parts, ending)
+        if self.prefilling:
+            for request in list(self.prefilling):
+                if request in self.prefilling:
+                    budget = self._chunk(request, budget, parts, ending)
         while self.waiting and budget > 0 and not self._preempted and self.running < self.max_num_seqs:
             request = self.waiting[0]
             count = min(budget, request.target - request.computed)
-            if self._missing(request, request.computed + count) > len(self.pool):
+            if -(-(request.computed + count) // self.block_size) - len(request.blocks) > self.pool.free:
                 self.connector.starved(request, now)
                 break
             self.waiting.popleft()
@@ -159,20 +160,22 @@ class Scheduler:
             self.connector.started(request, now)
             budget = self._chunk(request, budget, parts, ending)
 
-    def _missing(self, request: Request, tokens: int) -> int:
-        return -(-tokens // self.block_size) - len(request.blocks)
-
     def _chunk(self, request: Request, budget: int, parts: list[Part], ending: list[Request]) -> int:
         count = min(budget, request.target - request.computed)
         if count <= 0:
             return budget
-        missing = self._missing(request, request.computed + count)
-        while missing > len(self.pool):
+        missing = -(-(request.computed + count) // self.block_size) - len(request.blocks)
+        while missing > self.pool.free:
             victim = self._youngest()
             self._preempt(victim)
             if victim is request:
                 return budget
-        request.blocks.extend(self.pool.take(missing))
+        if missing > 0:
+            taken = self.pool.take(missing)
+            if request.blocks:
+                request.blocks.extend(taken)
+            else:
+                request.blocks = taken
         parts.append((request, count, request.computed))
         request.computed += count
         if request.computed == request.target:
@@ -223,11 +226,11 @@ class Scheduler:
         """Give each running request that crosses a block boundary one more block, preempting the youngest if there is
         none."""
         pool = self.pool
-        if len(pool) >= len(wanting):
-            pool.grow(request.blocks for request in wanting)
+        if pool.free >= len(wanting):
+            pool.grow([request.blocks for request in wanting])
             return
         for request in list(wanting):
-            while request in self.active and not len(pool):
+            while request in self.active and not pool.free:
                 self._preempt(self._youngest())
             if request in self.active:
-                pool.grow((request.blocks,))
+                pool.grow([request.blocks])

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from pushkv.model.timing import device_bytes_per_s, flow_bytes_per_s, gather_s, post_s, scatter_s, tail_s
 from pushkv.model.timing.fabric import Op
 from pushkv.sim.blocks import runs
 from pushkv.sim.catalog import Parts
-from pushkv.sim.clock import Call, Clock
+from pushkv.sim.clock import Clock
 from pushkv.sim.fabric import Wires
 from pushkv.sim.request import Flight
 from pushkv.sim.scenario import Scenario
@@ -165,49 +167,39 @@ class Transfers:
             if len(self._moves) < 1 << 16:
                 self._moves[descriptors, tokens, packed] = costs
         p, d = self._pair(flight)
-        move = _Move(self, flight, posted, costs[1], extra, arrived, handle)
+        move = _Move(self, flight, self._env.ticks, posted, costs[1], extra, arrived, handle)
         self._wires.send((self._links[p][0], self._links[d][1]), float(max(size, 1)), costs[0], move.sent)
 
 
-class _Move:
-    """One write or read under way."""
+class _Move(msgspec.Struct, eq=False):
+    """One write or read under way since ``start``, posted until ``posted``."""
 
-    __slots__ = ("_after", "_arrived", "_extra", "_flight", "_handle", "_posted", "_start", "_transfers")
-
-    def __init__(
-        self,
-        transfers: Transfers,
-        flight: Flight,
-        posted: int,
-        after: int,
-        extra: int,
-        arrived: Callable[[Any], None],
-        handle: Any,
-    ) -> None:
-        self._transfers, self._flight, self._posted, self._after = transfers, flight, posted, after
-        self._extra, self._arrived, self._handle = extra, arrived, handle
-        self._start = transfers._env.ticks
+    transfers: Transfers
+    flight: Flight
+    start: int
+    posted: int
+    after: int
+    extra: int
+    arrived: Callable[[Any], None]
+    handle: Any
 
     def sent(self) -> None:
         """The wires have carried the last byte."""
-        transfers, flight = self._transfers, self._flight
+        transfers, flight = self.transfers, self.flight
         now = transfers._env.ticks
-        end = (now if now > self._posted else self._posted) + self._after
-        flight.wire += end - self._start
+        end = (now if now > self.posted else self.posted) + self.after
+        flight.wire += end - self.start
         if transfers._trace is not None:
             self._record(transfers._trace, end)
-        transfers._env.call(end + self._extra, self._come, None)
-
-    def _come(self, _: Call) -> None:
-        self._arrived(self._handle)
+        transfers._env.call(end + self.extra, self.arrived, self.handle)
 
     def _record(self, trace: TraceWriter, end: int) -> None:
-        transfers, flight = self._transfers, self._flight
+        transfers, flight = self.transfers, self.flight
         p, d = transfers._pair(flight)
         poster = d if transfers.op == "READ" else p
-        start_s, request = self._start * S_PER_TICK, {"request": flight.index}
+        start_s, request = self.start * S_PER_TICK, {"request": flight.index}
         thread = f"{poster}/{ENGINE if transfers.op == 'READ' else TRANSFER}"
-        trace.span(thread, "post", start_s, self._posted * S_PER_TICK, request)
+        trace.span(thread, "post", start_s, self.posted * S_PER_TICK, request)
         trace.span(f"wire/{p}-{d}", transfers.op.lower(), start_s, end * S_PER_TICK, request)
         trace.flow(flight.index, thread, start_s, "t")
         trace.flow(flight.index, f"wire/{p}-{d}", start_s, "t")

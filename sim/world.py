@@ -21,7 +21,7 @@ from pushkv.model.timing import EngineCost
 from pushkv.sim import catalog, workload
 from pushkv.sim.baselines import PullDecode, PullPrefill, PushDecode, PushPrefill
 from pushkv.sim.blocks import BlockPool
-from pushkv.sim.clock import Call, Clock
+from pushkv.sim.clock import Clock
 from pushkv.sim.connector import Connector
 from pushkv.sim.costs import StepCosts
 from pushkv.sim.engine import Engine
@@ -30,7 +30,7 @@ from pushkv.sim.host import Host
 from pushkv.sim.metrics import COMPLETED, FAILED, RequestLog, Totals
 from pushkv.sim.network import Network
 from pushkv.sim.pushkv import PushkvDecode, PushkvPrefill
-from pushkv.sim.request import Flight, Request
+from pushkv.sim.request import Flight
 from pushkv.sim.scenario import Scenario
 from pushkv.sim.scheduler import Batch
 from pushkv.sim.ticks import S_PER_TICK, ticks
@@ -150,6 +150,7 @@ class World:
         self._pick_p = LeastTokens(scenario.prefill)
         self._pick_d = LeastTokens(scenario.decode)
         self._next = 0
+        self._requests = len(load)
         self._done = 0
         self._last_finish = 0
         self._client_in = (ticks(self.serving.client_in_s), ticks(self.serving.client_in_per_token_s))
@@ -181,7 +182,7 @@ class World:
     @property
     def remaining(self) -> int:
         """Requests that have not ended."""
-        return len(self._load) - self._done
+        return self._requests - self._done
 
     # ------------------------------------------------------------ clients
 
@@ -192,48 +193,50 @@ class World:
     def _arrive(self, _: None) -> None:
         index = self._next
         self._next += 1
-        if self._next < len(self._load):
+        if self._next < self._requests:
             self._schedule_arrival()
         n, out = self._input_len[index], self._output_len[index]
         now = self.env.ticks
-        flight = Flight(index, now, n, out)
-        self.flights[flight.id] = flight
-        flight.packed = self.scenario.mode == "pushkv" and self.transfers.packed(n)
-        flight.prefill = self._pick_p.pick(n)
-        flight.decode = self._pick_d.pick(n + out)
-        flight.p = Request(flight, 1, prefill_only=True)
+        packed = self.scenario.mode == "pushkv" and self.transfers.packed(n)
+        name = str(index)
+        flight = Flight(index, name, now, n, out, self._pick_p.pick(n), self._pick_d.pick(n + out), packed)
+        self.flights[name] = flight
+        flight.p = p = flight.leg(1, prefill_only=True)
         cached = int(n * self.scenario.prefill_cached_fraction)
-        flight.p.computed = cached - cached % self.scenario.block_size if cached < n else n - 1
-        flight.d = Request(flight, out, prefill_only=False)
+        p.computed = cached - cached % self.scenario.block_size if cached < n else n - 1
+        flight.d = flight.leg(out, prefill_only=False)
         fixed, each = self._client_in
         self.later(now + fixed + each * n, self._reach, flight)
 
     def _reach(self, flight: Flight) -> None:
         """The prefill leg is in its engine's inbox, and the decode leg in its own when both are sent at once."""
-        if flight.p is not None and (flight.over or self.hosts[self.prefill_name(flight)].dead):
+        p = self.prefills[flight.prefill]
+        if flight.p is not None and (flight.over or self.hosts[p].dead):
             self.done_at_p(flight)
         if flight.p is None:  # P has died, or D and the router gave up
             self.failed(flight)
             return
-        self.engines[self.prefill_name(flight)].deliver(flight.p)
+        self.engines[p].deliver(flight.p)
         if self.scenario.router == "concurrent":
             self._reach_d(flight)
 
     def _reach_d(self, flight: Flight) -> None:
         if flight.d is None:  # it has failed meanwhile
             return
-        if self.hosts[self.decode_name(flight)].dead:
+        d = self.decodes[flight.decode]
+        if self.hosts[d].dead:
             self.failed(flight)
         else:
-            self.engines[self.decode_name(flight)].deliver(flight.d)
+            self.engines[d].deliver(flight.d)
 
     def prefilled(self, flight: Flight, now: int) -> None:
         """P's answer is on its way to the client, and the decode leg follows it where the router goes one by one."""
         fixed, each = self._client_out
         flight.leg_end = now + fixed + each * flight.input_len
-        p = self.prefill_name(flight)
-        self.span(flight, p, QUEUE, "HTTP, queue", flight.arrival, flight.prefill_start)
-        self.span(flight, p, ENGINE, PREFILL, flight.prefill_start, now)
+        if self.trace is not None:
+            p = self.prefill_name(flight)
+            self.span(flight, p, QUEUE, "HTTP, queue", flight.arrival, flight.prefill_start)
+            self.span(flight, p, ENGINE, PREFILL, flight.prefill_start, now)
         if self.scenario.router == "sequential" and not flight.failed:
             enter, per_token = self._client_in
             self.later(flight.leg_end + enter + per_token * flight.input_len, self._reach_d, flight)
@@ -259,7 +262,8 @@ class World:
         if flight.failed:
             return
         end = now + self._client_out[0]
-        self.span(flight, self.decode_name(flight), ENGINE, "decode", flight.first_token, end)
+        if self.trace is not None:
+            self.span(flight, self.decode_name(flight), ENGINE, "decode", flight.first_token, end)
         self._end(flight, end, COMPLETED)
 
     def failed(self, flight: Flight | None) -> None:
@@ -299,7 +303,7 @@ class World:
         self._done += 1
         if self._progress is not None and self._done % _PROGRESS_EVERY == 0:
             self._progress(self._done, len(self._load))
-        if self._done == len(self._load):
+        if self._done == self._requests:
             self._all.succeed()
 
     def done_at_p(self, flight: Flight) -> None:
@@ -330,7 +334,7 @@ class World:
 
     def later(self, when: int, then: Callable[[Any], None], what: Any) -> None:
         """Call ``then(what)`` at ``when``."""
-        self.env.call(when, _call, (then, what))
+        self.env.call(when, then, what)
 
     def span(self, flight: Flight, engine: str, thread: str, name: str, start: int, end: int) -> None:
         """Record what was done for ``flight``, when somebody asked for a trace."""
@@ -372,8 +376,3 @@ class World:
             held_block_s_prefill=self.held_p * S_PER_TICK,
             held_block_s_decode=self.held_d * S_PER_TICK,
         )
-
-
-def _call(event: Call) -> None:
-    then, what = event.value
-    then(what)

@@ -54,17 +54,19 @@ class Deadlines(Generic[T]):
 
     def arm(self, record: T, at: float) -> None:
         """Fire ``record`` at ``at``, in place of whatever time it was armed for."""
-        if record.due == at:
+        due = record.due
+        if due == at:
             return
-        if record.due == NEVER:
+        if due == NEVER:
             self._armed += 1
         record.due = at
         if at < self._alarm.at:
             self._alarm.at = at
-        self._order += 1
-        heappush(self._heap, (at, self._order, record))
-        if len(self._heap) > 2 * self._armed + 64:
-            self._heap = [entry for entry in self._heap if entry[2].due == entry[0]]
+        self._order = order = self._order + 1
+        heap = self._heap
+        heappush(heap, (at, order, record))
+        if len(heap) > 2 * self._armed + 64:
+            self._heap = [entry for entry in heap if entry[2].due == entry[0]]
             heapify(self._heap)
 
     def disarm(self, record: T) -> None:

@@ -23,7 +23,7 @@ from pushkv.model.protocol.states import Linking
 
 Out = list[ev.Record]
 
-REFUSED, DRAINING = Linking.REFUSED, Linking.DRAINING
+UP, SUSPECT, REFUSED, DRAINING = Linking.UP, Linking.SUSPECT, Linking.REFUSED, Linking.DRAINING
 
 
 class Endpoint:
@@ -40,14 +40,14 @@ class Endpoint:
             raise LocalProtocolError("an incarnation is a positive random number")
         self.incarnation = incarnation
         self.settings = settings
-        self._alarm = Alarm()
-        self.sender = Sender(incarnation, settings, self._alarm)
-        self.receiver = Receiver(incarnation, settings, self._alarm)
+        self.alarm = Alarm()
+        self.sender = Sender(incarnation, settings, self.alarm)
+        self.receiver = Receiver(incarnation, settings, self.alarm)
         self.peers: dict[ev.Link, Peer] = {}
         self.steps = 0
         self.counters: dict[str, int] = {}
         self._facts = facts
-        self._watch: Deadlines[Peer] = Deadlines(self._alarm)
+        self._watch: Deadlines[Peer] = Deadlines(self.alarm)
         self._dropped: Out = []
         self._greetings_sent = count(1)
         sender, receiver = self.sender, self.receiver
@@ -88,29 +88,32 @@ class Endpoint:
         excused (rule 9).
         """
         self.steps += 1
-        handlers = self._handlers
         for event in events:
-            kind = type(event)
-            if kind not in handlers:
-                raise LocalProtocolError(f"{kind.__name__} is not an event of a rank")
-            handlers[kind](event, now, out)
-        if now >= self._alarm.at:
-            late = now - self._alarm.at
-            if late > self.settings.pause_s:
-                for peer in self.peers.values():
-                    peer.paused(late, now)
-            self._fire(now, out)
-            self._alarm.at = min(deadlines.next_at() for deadlines in self._deadlines)
+            try:
+                handler = self._handlers[type(event)]
+            except KeyError:
+                raise LocalProtocolError(f"{type(event).__name__} is not an event of a rank") from None
+            handler(event, now, out)
+        if now >= self.alarm.at:
+            self._ring(now, out)
         if self._dropped:
             out.extend(self._dropped)
             self._dropped.clear()
         if self.sender.short:
             self.sender.refill(out)
 
+    def _ring(self, now: float, out: Out) -> None:
+        late = now - self.alarm.at
+        if late > self.settings.pause_s:
+            for peer in self.peers.values():
+                peer.paused(late, now)
+        self._fire(now, out)
+        self.alarm.at = min([deadlines.next_at() for deadlines in self._deadlines])
+
     @property
     def wake_at(self) -> float:
         """When to call ``step`` again at the latest (s); ``inf``: not before there is an event."""
-        return self._alarm.at
+        return self.alarm.at
 
     def busy(self, link: ev.Link) -> bool:
         """Whether anything is open on ``link``, in either direction."""
@@ -121,12 +124,32 @@ class Endpoint:
     def _received(self, e: ev.Received, now: float, out: Out) -> None:
         message, link = e.message, e.link
         peer = self.peers.get(link)
-        kind = type(message)
-        if kind is msg.Hello or (kind is msg.Welcome and peer is not None):
+        hear = self._heard.get(type(message))
+        if (
+            hear is None
+            or peer is None
+            or (peer.state is not UP and peer.state is not SUSPECT)
+            or message.src != peer.incarnation
+            or message.dst != self.incarnation
+        ):
+            self._introduced(link, peer, message, now, out)
+            return
+        if peer.heard(now):
+            self.receiver.link_up(link, peer.incarnation, peer.floor, now, out)
+        if peer.due != peer.wake_at:
+            self._rearm(peer)
+        hear(link, message, now, out)
+
+    def _introduced(self, link: ev.Link, peer: Peer | None, message: msg.Message, now: float, out: Out) -> None:
+        """Greetings, and words that are not between two who know each other: those are not heard, but lead to one."""
+        if isinstance(message, msg.Hello):
             self._greetings(peer or self._peer(link), message, now, out)
             return
-        if kind is msg.Welcome:
-            self._count("stranger")
+        if isinstance(message, msg.Welcome):
+            if peer is not None:
+                self._greetings(peer, message, now, out)
+            else:
+                self._count("stranger")
             return
         if peer is None or peer.state is REFUSED:
             # It knows us and we have forgotten or refused it, or it knew our predecessor: greet, and it will tell what
@@ -138,15 +161,8 @@ class Endpoint:
             self._count("stranger")
             peer.doubt(now, out)
             return
-        if message.dst != self.incarnation:
-            self._count("misdirected")
-            peer.doubt(now, out)  # it believes our predecessor to be here: that we ask tells it
-            return
-        if peer.heard(now):
-            self.receiver.link_up(link, peer.incarnation, peer.floor, now, out)
-        if peer.due != peer.wake_at:
-            self._rearm(peer)
-        self._heard[kind](link, message, now, out)
+        self._count("misdirected")
+        peer.doubt(now, out)  # it believes our predecessor to be here: that we ask tells it
 
     def _greetings(self, peer: Peer, message: msg.Message, now: float, out: Out) -> None:
         if peer.talking and message.src == peer.incarnation:

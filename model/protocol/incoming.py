@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol.deadlines import NEVER
 from pushkv.model.protocol.errors import LocalProtocolError
@@ -15,33 +17,20 @@ from pushkv.model.protocol.states import RECEIVING, Receiving
 _FIRST = Receiving.UNSENT
 
 
-class Shard:
+class Shard(msgspec.Struct, eq=False):
     """One registration on one link."""
 
-    __slots__ = (
-        "asked",
-        "attempt",
-        "finished",
-        "link",
-        "offered",
-        "parts",
-        "parts_in_all",
-        "registered_at",
-        "state",
-        "tokens",
-        "transfer",
-    )
-
-    def __init__(self, link: ReceiverLink, transfer: Expected) -> None:
-        self.link, self.transfer = link, transfer
-        self.attempt = 0
-        self.registered_at = 0.0
-        self.asked = ""
-        self.state: Receiving = _FIRST
-        self.offered = self.finished = False
-        self.parts: set[int] = set()
-        self.parts_in_all = -1
-        self.tokens = 0
+    link: ReceiverLink
+    transfer: Expected
+    attempt: int = 0
+    registered_at: float = 0.0
+    asked: str = ""
+    state: Receiving = _FIRST
+    offered: bool = False
+    finished: bool = False
+    parts: set[int] = set()
+    parts_in_all: int = -1
+    tokens: int = 0
 
     def move(self, event: str) -> None:
         try:
@@ -50,26 +39,24 @@ class Shard:
             raise LocalProtocolError(f"{event} of {self.transfer.transfer_id} in state {self.state}") from None
 
 
-class Expected:
-    """One transfer at this rank, over all the links that feed it."""
+class Expected(msgspec.Struct, eq=False):
+    """One transfer at this rank, over all the links that feed it; ``open``: shards that are not settled."""
 
-    __slots__ = (
-        "due", "exposed", "fanout", "memory", "offered", "offered_finished", "open", "packed", "reason", "requeue",
-        "settled", "shards", "tokens", "transfer_id", "verdict",
-    )  # fmt: skip
-
-    def __init__(self, e: ev.Expect) -> None:
-        self.transfer_id, self.tokens, self.packed, self.fanout = e.transfer_id, e.tokens, e.packed, e.fanout
-        self.memory: Any = e.memory
-        self.exposed = False
-        self.shards: list[Shard] = []
-        self.open = len(e.links)
-        self.verdict = False
-        self.settled = False
-        self.requeue = False
-        self.offered = self.offered_finished = False
-        self.reason = ""
-        self.due = NEVER
+    transfer_id: str
+    tokens: int
+    packed: bool
+    fanout: int
+    memory: Any
+    open: int
+    exposed: bool = False
+    shards: list[Shard] = []
+    verdict: bool = False
+    settled: bool = False
+    requeue: bool = False
+    offered: bool = False
+    offered_finished: bool = False
+    reason: str = ""
+    due: float = NEVER
 
 
 class ReceiverLink:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol.errors import LocalProtocolError
 from pushkv.model.protocol.messages import GAVE_WAY
@@ -23,30 +25,27 @@ WAITING, WANTING, HOLDING = Incoming.WAITING, Incoming.WANTING, Incoming.HOLDING
 YIELDING, READY, ENDING, DONE = Incoming.YIELDING, Incoming.READY, Incoming.ENDING, Incoming.DONE
 
 
-class _In:
+class _In(msgspec.Struct, eq=False):
     """A transfer that this engine's memory waits for."""
 
-    __slots__ = (
-        "asked", "e", "finished", "heir", "host_memory", "landed", "memory", "offered", "order", "segments", "settled",
-        "starved", "state", "yields",
-    )  # fmt: skip
-
-    def __init__(self, e: ev.Arrived, order: int) -> None:
-        self.e = e
-        self.order = order
-        self.state = WAITING
-        self.memory: Any = e.memory
-        self.host_memory = e.memory is not None
-        self.segments: tuple[int, ...] = ()
-        self.yields = 0
-        self.reset()
+    e: ev.Arrived
+    order: int
+    memory: Any
+    host_memory: bool
+    state: Incoming = WAITING
+    segments: tuple[int, ...] = ()
+    yields: int = 0
+    offered: set[int] = set()
+    finished: set[int] = set()
+    landed: set[int] = set()
+    settled: set[int] = set()
+    asked: bool = False
+    starved: bool = False
+    heir: str = ""
 
     def reset(self) -> None:
         """As a new attempt begins."""
-        self.offered: set[int] = set()
-        self.finished: set[int] = set()
-        self.landed: set[int] = set()
-        self.settled: set[int] = set()
+        self.offered, self.finished, self.landed, self.settled = set(), set(), set(), set()
         self.asked = self.starved = False
         self.heir = ""
 
@@ -57,15 +56,12 @@ class _In:
             raise LocalProtocolError(f"{event} of {self.e.transfer_id} in state {self.state}") from None
 
 
-class _Out:
+class _Out(msgspec.Struct, eq=False):
     """A transfer whose memory the host keeps for us."""
 
-    __slots__ = ("released", "sent", "state")
-
-    def __init__(self) -> None:
-        self.state = Outgoing.ACTIVE
-        self.sent: set[int] = set()
-        self.released: set[int] = set()
+    state: Outgoing = Outgoing.ACTIVE
+    sent: set[int] = set()
+    released: set[int] = set()
 
 
 class Ledger:
@@ -95,7 +91,6 @@ class Ledger:
             ev.Loaded: self._loaded,
             ev.Aborted: self._aborted,
             ev.Hold: self._hold,
-            ev.FromRank: self._from_rank,
         }
         self._reports: dict[type[ev.Record], Callable[[int, Any, Out], None]] = {
             ev.Offered: self._offered,
@@ -109,12 +104,17 @@ class Ledger:
     def step(self, events: Iterable[ev.Record], now: float, out: Out) -> None:
         """Take ``events``; ``now`` is not looked at: the books know no time."""
         self.steps += 1
-        handlers = self._handlers
         for event in events:
-            kind = type(event)
-            if kind not in handlers:
-                raise LocalProtocolError(f"{kind.__name__} is not an event of a ledger")
-            handlers[kind](event, out)
+            if isinstance(event, ev.FromRank):
+                if event.rank not in self._ranks:
+                    raise LocalProtocolError(f"rank {event.rank} of {self._all}")
+                self._reports[type(event.report)](event.rank, event.report, out)
+                continue
+            try:
+                handler = self._handlers[type(event)]
+            except KeyError:
+                raise LocalProtocolError(f"{type(event).__name__} is not an event of a ledger") from None
+            handler(event, out)
 
     # ------------------------------------------------------------ what a host may look at
 
@@ -158,7 +158,7 @@ class Ledger:
                 out.append(ev.Free(e.transfer_id, e.memory))
             return
         self._order += 1
-        entry = self._in[e.transfer_id] = _In(e, self._order)
+        entry = self._in[e.transfer_id] = _In(e, self._order, e.memory, e.memory is not None)
         if entry.memory is not None:
             entry.move("expose")
         self._register(entry, self._ranks, out)
@@ -227,11 +227,6 @@ class Ledger:
             self._fail(entry, e.reason, out)
 
     # ------------------------------------------------------------ receiving: the ranks
-
-    def _from_rank(self, e: ev.FromRank, out: Out) -> None:
-        if e.rank not in self._ranks:
-            raise LocalProtocolError(f"rank {e.rank} of {self._all}")
-        self._reports[type(e.report)](e.rank, e.report, out)
 
     def _offered(self, rank: int, r: ev.Offered, out: Out) -> None:
         entry = self._in.get(r.transfer_id)
@@ -368,10 +363,10 @@ class Ledger:
         overtaken.
         """
         cap = self._set.landing_share * self._set.landing_segments
-        queue: Iterable[_In] = self._wanting.values()
-        if len(self._wanting) > 1:
-            queue = sorted(queue, key=lambda entry: (len(entry.finished) < self._all, entry.order))
-        for entry in list(queue):
+        queue = list(self._wanting.values())
+        if len(queue) > 1:
+            queue.sort(key=lambda entry: (len(entry.finished) < self._all, entry.order))
+        for entry in queue:
             need, peer = entry.e.segments, entry.e.peer
             held = self._held_by.get(peer, 0)
             if need > len(self._free):

@@ -6,7 +6,9 @@ Decides nothing: ``sending`` moves them, ``sender`` hears events.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
@@ -23,40 +25,45 @@ CLAIMED: Final = 2
 BROKEN: Final = 3
 
 
-class Write:
+class Write(msgspec.Struct, eq=False):
     """One part of one shard on its way: packing, postable, claimed (active), broken (perhaps active)."""
 
-    __slots__ = ("bytes", "due", "handle", "last", "part", "shard", "stage", "start", "stop")
+    handle: int
+    shard: Shard
+    part: int
+    start: int
+    stop: int
+    last: bool
+    bytes: int
+    stage: int = PACKING
+    due: float = NEVER
 
-    def __init__(self, handle: int, shard: Shard, part: int, start: int, stop: int, last: bool, size: int) -> None:
-        self.handle, self.shard, self.part = handle, shard, part
-        self.start, self.stop, self.last, self.bytes = start, stop, last, size
-        self.stage = PACKING
-        self.due = NEVER
 
-
-class Shard:
+class Shard(msgspec.Struct, eq=False):
     """One attempt on one link."""
 
-    __slots__ = (
-        "attempt", "closing", "done", "link", "memory", "notices", "outgoing", "packed", "parts", "planned", "reason",
-        "requeue", "state", "tokens", "waiting", "writes",
-    )  # fmt: skip
+    link: SenderLink
+    outgoing: Transfer
+    attempt: int
+    tokens: int
+    packed: bool
+    memory: Any
+    state: Sending
+    planned: int = -1
+    parts: int = 0
+    done: int = 0
+    writes: dict[int, Write] = {}
+    notices: list[msg.Message] = []
+    waiting: bool = False
+    requeue: bool = False
+    closing: str = "fail"
+    reason: str = ""
 
-    def __init__(self, link: SenderLink, outgoing: Transfer, register: msg.Register) -> None:
-        self.link, self.outgoing = link, outgoing
-        self.attempt, self.tokens, self.packed = register.attempt, register.tokens, register.packed
-        self.memory = register.memory
-        self.state: Sending = _WITHOUT_MEMORY if register.memory is None else _WITH_MEMORY
-        self.planned = -1
-        self.parts = 0
-        self.done = 0
-        self.writes: dict[int, Write] = {}
-        self.notices: list[msg.Message] = []
-        self.waiting = False
-        self.requeue = False
-        self.closing = "fail"
-        self.reason = ""
+    @classmethod
+    def of(cls, link: SenderLink, outgoing: Transfer, m: msg.Register) -> Shard:
+        """The shard that ``m`` registers."""
+        state = _WITHOUT_MEMORY if m.memory is None else _WITH_MEMORY
+        return cls(link, outgoing, m.attempt, m.tokens, m.packed, m.memory, state)
 
     def move(self, event: str) -> None:
         try:
@@ -72,28 +79,29 @@ class Shard:
         return count
 
 
-class Transfer:
+class Transfer(msgspec.Struct, eq=False):
     """One transfer at this rank: the prefill and the shards that read it."""
 
-    __slots__ = (
-        "begun", "bytes_per_token", "chunked", "closed", "computed", "due", "ended", "fanout", "final", "open",
-        "overdue", "peer", "readers", "reason", "released", "shards", "started", "tokens", "told",
-        "transfer_id",
-    )  # fmt: skip
-
-    def __init__(self, transfer_id: str) -> None:
-        self.transfer_id = transfer_id
-        self.begun = self.started = self.final = self.chunked = self.overdue = False
-        self.tokens = self.computed = self.bytes_per_token = 0
-        self.peer = ""
-        self.fanout = 1
-        self.shards: dict[ev.Link, Shard] = {}
-        self.open = 0
-        self.closed = 0
-        self.readers = 0
-        self.ended = self.told = self.released = False
-        self.reason = ""
-        self.due = NEVER
+    transfer_id: str
+    begun: bool = False
+    started: bool = False
+    final: bool = False
+    chunked: bool = False
+    overdue: bool = False
+    tokens: int = 0
+    computed: int = 0
+    bytes_per_token: int = 0
+    peer: str = ""
+    fanout: int = 1
+    shards: dict[ev.Link, Shard] = {}
+    open: int = 0
+    closed: int = 0
+    readers: int = 0
+    ended: bool = False
+    told: bool = False
+    released: bool = False
+    reason: str = ""
+    due: float = NEVER
 
 
 class SenderLink:

@@ -155,10 +155,10 @@ class Receiver(Registrations):
         shard.offered, shard.finished = True, shard.finished or m.finished
         if transfer.verdict:
             return
-        finished = all(s.finished for s in transfer.shards)
-        if (finished and not transfer.offered_finished) or (
-            not transfer.offered and all(s.offered for s in transfer.shards)
-        ):
+        offered = finished = True
+        for each in transfer.shards:
+            offered, finished = offered and each.offered, finished and each.finished
+        if (finished and not transfer.offered_finished) or (offered and not transfer.offered):
             transfer.offered, transfer.offered_finished = True, finished
             out.append(ev.Offered(transfer.transfer_id, finished))
 
@@ -235,7 +235,8 @@ class Receiver(Registrations):
             raise LocalProtocolError(f"{e.transfer_id} is open: settle one attempt before the next")
         if not e.links or len(set(e.links)) != len(e.links):
             raise LocalProtocolError(f"{e.transfer_id}: links must be one or more, each once, got {e.links}")
-        transfer = self._transfers[e.transfer_id] = Expected(e)
+        transfer = Expected(e.transfer_id, e.tokens, e.packed, e.fanout, e.memory, len(e.links))
+        self._transfers[e.transfer_id] = transfer
         if e.tokens == 0 and transfer.memory is None:
             transfer.memory = ()
         self.deadlines.arm(transfer, now + self._set.wait_s)

@@ -118,7 +118,7 @@ class Registrations:
 
     def _judge(self, transfer: Expected, out: Out) -> None:
         """Say what the shards' states add up to, each thing once."""
-        landed = sum(shard.state is LANDED for shard in transfer.shards)
+        landed = sum([shard.state is LANDED for shard in transfer.shards])
         if not transfer.verdict and len(transfer.shards) - transfer.open > landed:
             self._withdraw_all(transfer, out)  # one has failed: the others need not go on, the verdict waits for them
         if transfer.open == 0 and not transfer.verdict:

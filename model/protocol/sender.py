@@ -161,7 +161,7 @@ class Sender(Shards):
         if older is not None and older.state not in SENDING_CLOSED:
             older.requeue = True
             self._stop(older, "cancel", "superseded", out)
-        shard = Shard(state, outgoing, m)
+        shard = Shard.of(state, outgoing, m)
         outgoing.shards[link] = shard
         outgoing.open += 1
         state.live[attempt] = shard
@@ -243,14 +243,14 @@ class Sender(Shards):
         outgoing.begun = True
         outgoing.tokens, outgoing.bytes_per_token, outgoing.chunked = e.tokens, e.bytes_per_token, e.chunked
         reason = self._remembered.get(e.transfer_id, "")
-        if any(shard.tokens > e.tokens for shard in outgoing.shards.values()):
+        if outgoing.shards and max([shard.tokens for shard in outgoing.shards.values()]) > e.tokens:
             reason = TOO_LONG
         if reason:
             self._end(outgoing, reason, "fail", out)
-            return
-        for shard in list(outgoing.shards.values()):
-            self._meet(shard, out)
-        self._settle(outgoing, out)
+        elif outgoing.shards:
+            for shard in list(outgoing.shards.values()):
+                self._meet(shard, out)
+            self._settle(outgoing, out)
 
     def give_way(self, e: ev.GiveWay, now: float, out: Out) -> None:
         """Rule 8: for each peer that a finished prefill waits for, the youngest that has its memory and sends nothing

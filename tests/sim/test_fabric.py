@@ -31,7 +31,7 @@ def carry(capacities: list[float], flows: list[Started]) -> list[float]:
         wires.send(path, size, cap, done)
 
     for number, flow in enumerate(flows):
-        clock.call(ticks(flow[0]), lambda event: start(event.value), number)
+        clock.call(ticks(flow[0]), start, number)
     clock.run()
     return ends
 

@@ -158,13 +158,14 @@ def test_faults_may_overlap(way: dict[str, str]) -> None:
     assert leaks(made) == []
 
 
-def test_a_cluster_that_can_never_go_on_ends_its_requests() -> None:
+@pytest.mark.parametrize("at_s", [0.06, 0.16], ids=["before it decodes", "while it decodes"])
+def test_a_cluster_that_can_never_go_on_ends_its_requests(at_s: float) -> None:
     """D dies for good while it may still read all of P's cache. Nothing proves that it does not, so no block comes
-    back, and P starves: the clients give up, and the run ends.
+    back, and P starves: the clients give up, and the run ends. What the dead engine has in its batch does not go on.
     """
-    rows: list[Row] = [(0.01 * i, 300, 10) for i in range(12)]
+    rows: list[Row] = [(0.01 * i, 300, 100) for i in range(12)]
     plan = scenario(
-        mode="pull", num_blocks=40, decode=2, router="sequential", faults=[Fault("decode-kill", "D0", 0.06, None)]
+        mode="pull", num_blocks=40, decode=2, router="sequential", faults=[Fault("decode-kill", "D0", at_s, None)]
     )
     made = world(plan, rows, settings=hasty(plan))
     made._pick_d = Alternate(2)  # type: ignore[assignment]
