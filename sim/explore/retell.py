@@ -29,19 +29,22 @@ class Retelling:
         state = moves.start()
         for key in keys[1:]:
             state = self._go(state, key)
+        now = moves.now
         try:
             for _, after, _ in moves.all(state):
                 moves.check(after)
         except BREACHES as breach:
+            moves.now = now
             self._again(state)
             self.lines.append(f"!! {type(breach).__name__}: {breach}")
         return "\n".join(self.lines)
 
     def _go(self, state: State, key: State) -> State:
-        moves = self.moves
+        moves, now = self.moves, self.moves.now
         for move, after, _ in moves.all(state):
             if moves.key(after) == key:
                 draft = moves.draft(state)
+                moves.now = now
                 moves.log = self._log
                 moves.make(draft, move)
                 moves.log = None
@@ -50,10 +53,11 @@ class Retelling:
 
     def _again(self, state: State) -> None:
         """The move that breaks something, once more, aloud."""
-        moves = self.moves
+        moves, now = self.moves, self.moves.now
         for move in moves.candidates(state):
             draft = moves.draft(state)
             kept = len(self.lines)
+            moves.now = now
             moves.log = self._log
             try:
                 moves.make(draft, move)

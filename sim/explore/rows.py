@@ -135,7 +135,7 @@ class Rows:
                 elif kind == LANE:
                     self._enqueue(draft, effect[3], effect[2])
                 elif kind == ABANDON:
-                    self._abandon(draft, slot, effect[1])
+                    self._abandon(draft, effect[1], effect[2])
             if not work:
                 return
             slot, event = work.popleft()

@@ -95,7 +95,7 @@ _QUICK: Final = frozenset(f"{mode}: {name}" for mode in MODES for name in _SHORT
     "early: too late", "early: restarted", "late: killed", "cold", "cold: restarted", "cold: refused",
     "cold: refused, restarted", "silence: restarted", "silence: lapses", "opposite, packed: preempted",
     "giving way: given up", "giving way: too late", "giving way: two D ranks", "giving way: two P ranks",
-    "two P ranks", "parts", "prefix hit", "no prefill", "no decode",
+    "two early: given up", "two early: restarted", "two P ranks", "parts", "prefix hit", "no prefill", "no decode",
 }  # fmt: skip
 SMALL: Final = tuple(scope for scope in STANDARD if scope.name in _QUICK)
 """Those of the standard set that take seconds: the tests search them."""

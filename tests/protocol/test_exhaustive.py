@@ -7,7 +7,6 @@ import pytest
 from pushkv.model.protocol import events as ev
 from pushkv.sim.explore.coverage import CELLS, UNREACHABLE, Cell, watched
 from pushkv.sim.explore.exhaustive import Search, explore_all, main
-from pushkv.sim.explore.scope import Budget, Plan, Scope
 from pushkv.sim.explore.worlds import DEEP, SMALL, STANDARD
 from tests.protocol.mutants import MUTANTS
 
@@ -57,9 +56,11 @@ def test_a_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_violation_is_told_as_a_story(monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS["cancel_not_answered"][0](monkeypatch)
-    lines = explore_all(Scope("given up", (Plan("late"),), Budget(abort=1))).transcript.splitlines()
+    lines = explore_all(BY_NAME["late: given up"]).transcript.splitlines()
     assert any("D/ledger  * aborts t-1" in line for line in lines)
     assert any("-> P Cancel attempt=1 t-1" in line for line in lines)
+    assert [float(line.split()[0]) for line in lines] == sorted(float(line.split()[0]) for line in lines)
+    assert any(line.startswith("   2.000") for line in lines), "the first beat"
 
 
 def test_revocation_settles() -> None:
