@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from pushkv.model.layout import Layout, Part, Plan, block_table, dense_layout, pair, plan, plan_gather, plan_scatter
 
-from .copies import Copier
+from .device_copies import copier
 from .pools import SegmentPool, cross, spread
 from .transport import Transport, Write
 
@@ -102,7 +102,7 @@ class _Side:
         part = self.shard.part_bytes(Part.whole(0, sizes.tokens))
         self.pool = SegmentPool(-(-part // sizes.segment_bytes), sizes.segment_bytes, self.device)
         self.regions = [self._region(size) for size in self.layout.regions]
-        self.copier = Copier(self.regions, self.pool.tensor, sizes.segment_bytes)
+        self.copier = copier(self.regions, self.pool.tensor, sizes.segment_bytes, None)
         self.transport = Transport(f"bench.{rank}.{os.getpid()}", sizes.backend)
         self.transport.register([*self.regions, self.pool.tensor])
         bases = [int(region.data_ptr()) for region in self.regions]

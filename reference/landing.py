@@ -130,7 +130,7 @@ class Landing:
         if inbound is None or message.memory is None:
             return message
         if inbound.packed:
-            memory = name_segments(self._offset(inbound, link), message.memory)
+            memory = name_segments(self._offset(inbound, link), sorted(message.memory))
         else:
             first, tables = message.memory
             memory = name_blocks(first, tables)
@@ -273,7 +273,7 @@ class Landing:
         for shard, part, offset in inbound.pieces:
             if loading.first < part.stop or part.last:
                 scatter = plan_scatter(shard, tables, part, min(max(part.start, loading.first), part.stop))
-                copies.append(self.copier.scatter(scatter, inbound.memory, offset, loading.after))
+                copies.append(self.copier.scatter(scatter, sorted(inbound.memory), offset, loading.after))
         return copies
 
     def poll(self, now: float) -> None:

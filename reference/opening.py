@@ -5,13 +5,14 @@ Decides what depends on the settings and on nothing that happens later.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Sequence
 from typing import Any, cast
 
-from pushkv.model.layout import Layout
+from pushkv.model.layout import Layout, LayoutError, Part, block_table, pair, plan_gather
 from pushkv.reference import evidence, grants, mailbox
-from pushkv.reference.copies import Copier
+from pushkv.reference.device_copies import copier
 from pushkv.reference.facts import Arrival, Facts, Landing, Region
 from pushkv.reference.office import Office
 from pushkv.reference.pools import SegmentPool
@@ -20,6 +21,8 @@ from pushkv.reference.rank import Rank
 from pushkv.reference.side_channel import SideChannel
 from pushkv.reference.trace import Trace
 from pushkv.reference.transport import Transport, agent_name
+
+log = logging.getLogger(__name__)
 
 
 def open_rank(setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[Any]) -> Rank:
@@ -65,13 +68,16 @@ def open_rank(setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[A
         path = settings.trace_file if setup.tp_size == 1 else f"{settings.trace_file}.{rank}"
         trace = Trace(path, protocol, setup.tp_size, {rank: incarnation}, setup.engine_id)
     door = mailbox.Door() if setup.tp_size > 1 else None
+    gathers = copier(regions, staging.tensor, segment, _stream(device))
+    if device.type == "cuda":
+        _warm(gathers, layout, segment, segment * staging.count)
     made = Rank(
         facts,
         protocol,
         channel=channel,
         transport=transport,
-        staging=(staging, Copier(regions, staging.tensor, segment, _stream(device))),
-        landing=Copier(regions, landing.tensor, segment, _stream(device)),
+        staging=(staging, gathers),
+        landing=copier(regions, landing.tensor, segment, _stream(device)),
         evidence=evidence.Evidence(),
         trace=trace,
         door=door,
@@ -97,6 +103,18 @@ def _stream(device: Any) -> Any:
     import torch
 
     return torch.cuda.Stream(device, priority=-1)
+
+
+def _warm(gathers: Any, layout: Layout, segment_bytes: int, room_bytes: int) -> None:
+    """Gather one block, so that the kernel is compiled before the first prompt comes."""
+    shard = pair([layout], [layout])[0]
+    try:
+        tables = [block_table([1] if group.null_block == 0 else [0]) for group in layout.groups]
+        part = Part.whole(0, min(group.block_tokens for group in layout.groups))
+        if shard.part_bytes(part) <= room_bytes:
+            gathers.gather(plan_gather(shard, tables, part), range(room_bytes // segment_bytes)).wait()
+    except LayoutError as error:
+        log.info("the copy kernel is compiled later: %s", error)
 
 
 def _segments(size: int | None, segment: int, used: bool) -> int:

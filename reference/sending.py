@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+DESCRIPTOR_BYTES = 64 << 20
+"""Longer stretches are cut, so that a transport can put several on their way at once."""
+
 Longs = npt.NDArray[np.int64]
 Spans = tuple[Longs, Longs, Longs]
 """Addresses here, addresses there, bytes."""
@@ -279,7 +282,8 @@ class Sending:
         if not staged.size:
             return NOTHING
         source = self.staging.spread(staged.segments, 0, staged.size)
-        return cross(source, spread(there.address, there.count, there.segment_bytes, segments, offset, staged.size))
+        target = spread(there.address, there.count, there.segment_bytes, segments, offset, staged.size)
+        return cross(source, target, DESCRIPTOR_BYTES)
 
     def _direct_spans(self, action: ev.Post, fellow: Fellow, prompt: Prompt) -> Spans:
         shard, part = self._part(fellow, prompt, action.handle, action.start, action.stop)

@@ -36,6 +36,19 @@ SHAPES = {
 }
 URL = {"P": "http://127.0.0.1:9100", "D": "http://127.0.0.1:9200"}
 SIDE = {"P": 5600, "D": 5700}
+CSV = ("mode", "input_len", "qps", "sent_s", "prefill_ms", "ttft_ms", "tpot_ms", "tokens", "error")
+TABLE = (
+    "mode",
+    "input_len",
+    "qps",
+    "n",
+    "lost",
+    "prefill_p50",
+    "ttft_mean",
+    "handover_p50",
+    "handover_p99",
+    "tpot_mean",
+)
 CAPTURE = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
 
 
@@ -158,9 +171,16 @@ class Served:
 
 
 async def complete(
-    session: aiohttp.ClientSession, name: str, prompt: list[int], tokens: int, params: Any, *, logprobs: bool = False
+    session: aiohttp.ClientSession,
+    name: str,
+    number: str,
+    prompt: list[int],
+    tokens: int,
+    params: Any,
+    *,
+    logprobs: bool = False,
 ) -> tuple[Any, list[float], list[Any]]:
-    """(kv_transfer_params of the answer, time of each token, log-probabilities) of one leg."""
+    """(kv_transfer_params of the answer, time of each token, log-probabilities) of one leg of request ``number``."""
     body = {
         "model": "m",
         "prompt": prompt,
@@ -175,7 +195,8 @@ async def complete(
     if logprobs:
         body["logprobs"] = 5
     times, found = [], []
-    async with session.post(URL[name] + "/v1/completions", json=body) as answer:
+    headers = {"X-Request-Id": number}
+    async with session.post(URL[name] + "/v1/completions", json=body, headers=headers) as answer:
         if answer.status != 200:
             raise RuntimeError(f"{name}: {answer.status} {(await answer.text())[:200]}")
         if name == "P":
@@ -202,23 +223,23 @@ async def one(
         "tp_size": 1,
         "remote_host": "127.0.0.1",
         "remote_port": SIDE["P"],
-        "remote_request_id": number,
+        "remote_request_id": f"cmpl-{number}-0",
         "transfer_id": number,
     }
 
     async def first() -> Any:
-        params, _, _ = await complete(session, "P", prompt, 1, prefill)
+        params, _, _ = await complete(session, "P", number, prompt, 1, prefill)
         served.prefill_s = time.perf_counter() - begun
         return params
 
     try:
         if mode == "alone":
-            _, times, found = await complete(session, "D", prompt, tokens, None, logprobs=logprobs)
+            _, times, found = await complete(session, "D", number, prompt, tokens, None, logprobs=logprobs)
         elif mode == "pull":
             params = await first()
-            _, times, found = await complete(session, "D", prompt, tokens, params, logprobs=logprobs)
+            _, times, found = await complete(session, "D", number, prompt, tokens, params, logprobs=logprobs)
         else:
-            second = complete(session, "D", prompt, tokens, decode, logprobs=logprobs)
+            second = complete(session, "D", number, prompt, tokens, decode, logprobs=logprobs)
             _, (_, times, found) = await asyncio.gather(first(), second)
         served.token_s, served.logprobs = [at - begun for at in times], found
         if len(times) != tokens:
@@ -294,6 +315,10 @@ def row(mode: str, length: int, qps: float, found: list[Served]) -> dict[str, An
 
 async def run_mode(session: aiohttp.ClientSession, mode: str, model: Path, options: Any, begun: float) -> list[Any]:
     """One mode: servers up, warm, check, load, servers down."""
+    for url in URL.values():
+        with contextlib.suppress(aiohttp.ClientError):
+            async with session.get(url + "/health"):
+                raise SystemExit(f"{url} is served already: end what runs there")
     servers = {name: serve(mode, name, model, options) for name in "PD"}
     lines, requests = [], []
     try:
@@ -370,21 +395,9 @@ async def main(options: argparse.Namespace) -> int:
         for mode in options.modes.split(","):
             lines += await run_mode(session, mode, model, options, begun)
     (options.out / "summary.json").write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
-    head = [
-        "mode",
-        "input_len",
-        "qps",
-        "n",
-        "lost",
-        "prefill_p50",
-        "ttft_mean",
-        "handover_p50",
-        "handover_p99",
-        "tpot_mean",
-    ]
-    print("  ".join(f"{name:>12}" for name in head))
+    print("  ".join(f"{name:>12}" for name in TABLE))
     for line in lines:
-        print("  ".join(f"{line.get(name, '')!s:>12}" for name in head))
+        print("  ".join(f"{line.get(name, '')!s:>12}" for name in TABLE))
     return 0
 
 
@@ -413,4 +426,5 @@ def options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end with it
     sys.exit(asyncio.run(main(options())))
