@@ -64,8 +64,8 @@ def open_rank(setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[A
         process=evidence.here(setup.host, setup.port + rank),
     )
     trace = None
-    if settings.trace_file:
-        path = settings.trace_file if setup.tp_size == 1 else f"{settings.trace_file}.{rank}"
+    if settings.trace:
+        path = settings.trace if setup.tp_size == 1 else f"{settings.trace}.{rank}"
         trace = Trace(path, protocol, setup.tp_size, {rank: incarnation}, setup.engine_id)
     door = mailbox.Door() if setup.tp_size > 1 else None
     gathers = copier(regions, staging.tensor, segment, _stream(device))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,10 @@ def _replay(options: argparse.Namespace) -> int:
         for flag in ("profile", "shape", "transfers"):
             if getattr(options, flag) is not None:
                 raise BadInput(f"--{flag} belongs to a seed; a file says it itself")
-        chosen = [from_json(options.case, _read(options.case))]
+        raw = _read(options.case)
+        if raw.startswith(b'["start"'):
+            return _replay_trace(options.case)
+        chosen = [from_json(options.case, raw)]
     for case in chosen:
         played = play_case(case)
         if played.violation:
@@ -150,6 +154,22 @@ def _replay(options: argparse.Namespace) -> int:
     if options.full:
         print(LEGEND + "\n" + "\n".join(play_case(chosen[0], transcript=True).lines) + "\n")
     print("no property is violated" + (" any more" if chosen[0].violation else ""))
+    return 0
+
+
+def _replay_trace(path: str) -> int:
+    """What a connector's machines were told (``PUSHKV_TRACE``), told to new machines: the verdicts must be the same."""
+    from pushkv.reference.trace import TraceError, replay
+
+    try:
+        told, expected = replay(Path(path))
+    except TraceError as error:
+        raise BadInput(str(error)) from None
+    for number, (one, other) in enumerate(itertools.zip_longest(told, expected, fillvalue="nothing"), 1):
+        if one != other:
+            print(f"verdict {number} differs\n  the machines now say {one}\n  the trace says      {other}")
+            return 1
+    print(f"{len(expected)} verdicts, the machines say the same")
     return 0
 
 

@@ -75,7 +75,7 @@ class Kind:
             "landing_bytes": knobs.landing_bytes,
             "staging_bytes": knobs.staging_bytes,
             "segment_bytes": knobs.segment_bytes,
-            "trace_file": str(folder / f"{name}.trace.jsonl") if knobs.trace else None,
+            "trace": str(folder / f"{name}.trace.jsonl") if knobs.trace else None,
         }
         return {key: value for key, value in found.items() if value is not None} | dict(knobs.more)
 
