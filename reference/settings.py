@@ -159,7 +159,9 @@ class ConnectorSettings:
     staging_share: float = _setting(
         _share, 0.5, "", "part of the staging memory that one peer may hold", "staging_share"
     )
-    trace: str | None = _setting(_text, None, "", "write one JSON line per transfer to this file")
+    trace: str | None = _setting(
+        _text, None, "", "write what the machines are told, and one line per hand-over, to this file (one per engine)"
+    )
     drain_s: float = _setting(_seconds, 5.0, "s", "how long a stopping engine waits for what is still to be sent")
     dead_peer_s: float = _setting(
         _seconds, 10.0, "s", "silence after which a peer's open transfers get their verdict", "suspect_after_s"

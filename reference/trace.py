@@ -99,8 +99,11 @@ def replay(path: Path) -> tuple[list[str], list[str]]:
             _, now, who, events = line
             out: list[ev.Record] = []
             machine: Endpoint | Ledger = ledger if who == "ledger" else endpoints[who]
-            with contextlib.suppress(LocalProtocolError):  # refused then, refused now
-                machine.step([_read(*event) for event in events], now, out)
+            try:
+                with contextlib.suppress(LocalProtocolError):  # refused then, refused now
+                    machine.step([_read(*event) for event in events], now, out)
+            except KeyError as error:
+                raise TraceError(f"{path}: {who} knows nothing of {error}; is this the trace of one engine?") from None
             if who == "ledger":
                 told += [_text(action) for action in out if not isinstance(action, (ev.ToRank, ev.ToRanks))]
         elif word == "claim":

@@ -5,8 +5,8 @@ bad input, 130 interrupted).
 from __future__ import annotations
 
 import argparse
-import os
 import itertools
+import os
 import re
 from pathlib import Path
 from typing import Any
