@@ -38,6 +38,7 @@ class Leg:
         self.running = self.aborted = self.released = self.held = False
         self.given = self.wants = self.loaded = self.fenced = False
         self.yields = 0
+        self.verdict_at = self.aborted_at = 0.0
 
 
 class Host:
@@ -236,7 +237,7 @@ class Host:
             return
         if leg.aborted or leg.loaded:
             return
-        leg.aborted = True
+        leg.aborted, leg.aborted_at = True, self.world.now
         if part == "send":
             if not leg.held:
                 self.process.command(ev.Abort(tid, "aborted"))
@@ -398,7 +399,7 @@ class Host:
     def _verdict(self, leg: Leg, verdict: str) -> None:
         if leg.verdict:
             raise Violation(f"V5: {self.process.name} is told {verdict} of {leg.tid} after {leg.verdict}")
-        leg.verdict = verdict
+        leg.verdict, leg.verdict_at = verdict, self.world.now
 
     # ---------------------------------------------------------------- the end of a leg
 

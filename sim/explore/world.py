@@ -15,6 +15,7 @@ from typing import Any
 
 from pushkv.model.protocol import Settings
 from pushkv.model.protocol import events as ev
+from pushkv.sim.explore.bounds import check_legs
 from pushkv.sim.explore.fabric import Fabric, Network
 from pushkv.sim.explore.ghost import Violation
 from pushkv.sim.explore.process import Process
@@ -261,6 +262,7 @@ class World:
                     raise Violation(
                         f"I5a: {leg.tid} has no verdict at {process.name} {self.now - leg.final_at:.1f} s after its end"
                     )
+            check_legs(process, late)
             for endpoint in process.endpoints:
                 sizes = endpoint.sender.sizes()
                 links = len(endpoint.peers)
@@ -292,4 +294,4 @@ class World:
             if left:
                 raise Violation(f"I5c: left at {name}: {left}")
         if self.fabric.writes:
-            raise Violation(f"writes left on the fabric: {self.fabric.writes}")
+            raise Violation(f"I5c: writes left on the fabric: {self.fabric.writes}")
