@@ -39,6 +39,14 @@ def test_properties_hold_when_links_are_forgotten(profile: str) -> None:
         Driver(World(seed, late, crowd, settings)).play()
 
 
+@pytest.mark.parametrize("shape", CONFIGS)
+def test_a_share_of_the_landing_memory_starves_nobody(shape: str) -> None:
+    """V1: a large prompt of a peer is not overtaken for ever by that peer's small ones."""
+    busy = replace(PROFILES["calm"], modes=("packed",), requests=3.0)
+    for seed in (30, 31):
+        Driver(World(seed, busy, CONFIGS[shape], replace(SETTINGS, landing_share=0.75))).play()
+
+
 def test_a_seed_fixes_everything() -> None:
     def run() -> list[tuple[float, str, str]]:
         world = World(7, PROFILES["hostile"], CONFIGS["plain"])
