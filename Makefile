@@ -13,11 +13,12 @@ space := $(subst ,, )
 PYTEST_ARGS ?= -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format lock clean
+.PHONY: help setup demo test coverage lint format lock clean
 
 help:
 	@echo "make demo    compare pull, push and pushkv, beside measurements"
 	@echo "make test    run all tests"
+	@echo "make coverage  every branch of the protocol and the planner, or fail"
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make lock    renew uv.lock"
@@ -46,6 +47,12 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Not part of .ci/run: measuring makes the exploration several times slower.
+coverage: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/protocol tests/layout --deselect tests/protocol/test_mutations.py \
+	  --cov=pushkv.model.protocol --cov=pushkv.model.layout --cov-branch --cov-report=term-missing:skip-covered \
+	  --cov-fail-under=100
 
 lint: $(STAMP) .typing/pushkv
 	$(BIN)/ruff check .

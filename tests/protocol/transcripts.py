@@ -286,7 +286,7 @@ def unfit_peer(world: World) -> None:
 
 @story()
 def preempted_between_chunks(world: World) -> None:
-    """F20, F21: P is preempted after the first chunk. What was packed leaves; the rest is computed again and follows."""
+    """F20, F21: P is preempted after its first chunk. What was packed leaves; the rest follows when it is computed."""
     request = world.request("packed", "P", "D", 16, 16, chunked=True)
     world.run(0.15)
     host = world.processes["P"].host
