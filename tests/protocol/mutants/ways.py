@@ -115,5 +115,5 @@ def registration_comes_after_the_prefill(patch: Patch) -> None:
 @mutant(replace(CALM, modes=("late", "packed"), blocks=7, requests=6.0, preempts=3.0), "V1 I5")
 def nobody_gives_way(patch: Patch) -> None:
     """F17: two engines wait for each other's memory."""
-    patch.setattr(Ledger, "_make_way", lambda self, heir, out: None)
+    patch.setattr(Ledger, "_make_way", lambda self, heir, out, peer="": None)
     patch.setattr(Sender, "give_way", lambda self, e, now, out: None)
