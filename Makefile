@@ -19,11 +19,12 @@ SEEDS ?= 0:20000
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test explore e2e serve-demo lint format lock clean
+.PHONY: help setup demo test coverage explore e2e serve-demo lint format lock clean
 
 help:
 	@echo "make demo    compare pull, push and pushkv, beside measurements"
 	@echo "make test    run all tests"
+	@echo "make coverage  every branch of the protocol and the planner, or fail"
 	@echo "make explore play random seeds ($(SEEDS)) against the properties of the protocol"
 	@echo "make e2e     run the tests on real vLLM servers (E2E_ARGS=... goes to pytest)"
 	@echo "make serve-demo  hand a prompt over between two real vLLM servers"
@@ -74,8 +75,15 @@ e2e: $(E2E_STAMP)
 
 serve-demo: $(E2E_STAMP)
 	@$(E2E_VENV)/bin/python experiments/serve_demo.py
+
 explore: $(STAMP)
 	$(BIN)/pushkv explore --seeds $(SEEDS) --profile all --jobs $(JOBS)
+
+# Not part of .ci/run: measuring makes the exploration several times slower.
+coverage: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/protocol tests/layout --deselect tests/protocol/test_mutations.py \
+	  --cov=pushkv.model.protocol --cov=pushkv.model.layout --cov-branch --cov-report=term-missing:skip-covered \
+	  --cov-fail-under=100
 
 lint: $(STAMP) .typing/pushkv
 	$(BIN)/ruff check .

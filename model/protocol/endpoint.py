@@ -164,18 +164,17 @@ class Endpoint:
         self._count("misdirected")
         peer.doubt(now, out)  # it believes our predecessor to be here: that we ask tells it
 
-    def _greetings(self, peer: Peer, message: msg.Message, now: float, out: Out) -> None:
+    def _greetings(self, peer: Peer, message: msg.Hello | msg.Welcome, now: float, out: Out) -> None:
         if peer.talking and message.src == peer.incarnation:
             peer.heard(now)
         if isinstance(message, msg.Hello):
             peer.on_hello(message, now, out)
-        elif isinstance(message, msg.Welcome):
-            if message.dst != self.incarnation:
-                self._count("misdirected")
-            elif peer.on_welcome(message, now, out):
-                self._gone(peer, now, out)
-            elif peer.refusal:
-                self.receiver.link_refused(peer.link, peer.refusal, out)
+        elif message.dst != self.incarnation:
+            self._count("misdirected")
+        elif peer.on_welcome(message, now, out):
+            self._gone(peer, now, out)
+        elif peer.refusal:
+            self.receiver.link_refused(peer.link, peer.refusal, out)
         if peer.talking and message.src == peer.incarnation:
             self.receiver.link_up(peer.link, peer.incarnation, peer.floor, now, out)
         self._rearm(peer)
@@ -183,7 +182,7 @@ class Endpoint:
     def _on_beat(self, link: ev.Link, m: msg.Beat, now: float, out: Out) -> None:
         missing = self.sender.on_beat(link, m, now, out)
         self.receiver.on_beat(link, m, out)
-        if m.number or missing:
+        if m.number:  # an answer is not answered, whatever it lacks: two who lack something would never stop
             self._send_beat(self.peers[link], 0, m.number, missing, out)
 
     def _on_failed(self, link: ev.Link, m: msg.Failed, now: float, out: Out) -> None:

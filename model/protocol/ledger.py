@@ -187,9 +187,9 @@ class Ledger:
             if len(entry.finished) == self._all:
                 self._make_way(entry, out)
 
-    def _make_way(self, heir: _In, out: Out) -> None:
-        """Rule 8: for a finished prefill without memory the youngest gives way that has some, was not finished when it
-        got it, and where nothing has landed; one at a time.
+    def _make_way(self, heir: _In, out: Out, peer: str = "") -> None:
+        """Rule 8: for a finished prefill without memory the youngest (of ``peer``, where its share is what lacks) gives
+        way that has some, was not finished when it got it, and where nothing has landed; one at a time.
         """
         victim: _In | None = None
         for other in self._in.values():
@@ -197,6 +197,7 @@ class Ledger:
                 return
             started = other.landed or len(other.finished) == self._all or other.e.tokens == 0
             can = other.state is HOLDING and not started and other.yields < self._set.yields
+            can = can and peer in ("", other.e.peer)
             if can and other.e.packed == heir.e.packed and (victim is None or other.order > victim.order):
                 victim = other
         if victim is not None:
@@ -288,7 +289,7 @@ class Ledger:
             self._resume(entry, out)
         elif entry.state is YIELDING:
             self._requeue(entry, out)
-        elif entry.state is ENDING:
+        else:
             entry.move("settle")
             self._close(entry, out, failed=True)
 
@@ -304,11 +305,8 @@ class Ledger:
         self._wanting.pop(entry.e.transfer_id, None)
         peer = entry.e.peer
         self._quarantine[peer] = self._quarantine.get(peer, 0) + 1
-        settled = len(entry.settled | entry.landed) == self._all
-        out.append(ev.Fail(entry.e.transfer_id, reason, settled))
-        if not settled:
-            out.append(ev.ToRanks(ev.Withdraw(entry.e.transfer_id, reason)))
-        self._judge(entry, out)
+        out.append(ev.Fail(entry.e.transfer_id, reason, False))
+        out.append(ev.ToRanks(ev.Withdraw(entry.e.transfer_id, reason)))
 
     def _resume(self, entry: _In, out: Out) -> None:
         """It gave way too late: on some ranks it has landed, and its senders there do not send twice. The others go on
@@ -363,18 +361,24 @@ class Ledger:
         overtaken.
         """
         cap = self._set.landing_share * self._set.landing_segments
+        full: set[str] = set()
         queue = list(self._wanting.values())
         if len(queue) > 1:
             queue.sort(key=lambda entry: (len(entry.finished) < self._all, entry.order))
         for entry in queue:
             need, peer = entry.e.segments, entry.e.peer
             held = self._held_by.get(peer, 0)
+            if peer in full:
+                continue
+            if held and held + need > cap < self._set.landing_segments:
+                if len(entry.finished) == self._all:
+                    self._make_way(entry, out, peer)
+                full.add(peer)  # it waits for its own peer's memory: whoever waits for another's goes on
+                continue
             if need > len(self._free):
                 if len(entry.finished) == self._all:
                     self._make_way(entry, out)
                 break
-            if held and held + need > cap:
-                continue
             if need:
                 entry.segments = tuple(self._free[-need:])
                 del self._free[-need:]

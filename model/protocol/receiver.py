@@ -37,9 +37,7 @@ class Receiver(Registrations):
 
     def beat(self, link: ev.Link) -> tuple[int, int, tuple[msg.Ask, ...]]:
         """What goes into a beat on ``link``: last registration issued, lowest open, and all that are open."""
-        state = self._links.get(link)
-        if state is None:
-            return 0, 0, ()
+        state = self._link(link)
         asks = []
         for attempt, shard in state.live.items():
             now = shard.state
@@ -78,11 +76,10 @@ class Receiver(Registrations):
 
     def link_silent(self, link: ev.Link, out: Out) -> None:
         """The peer is suspected: verdicts fall, memory stays."""
-        state = self._links.get(link)
-        if state is not None:
-            state.silent = True
-            for shard in list(state.live.values()):
-                self._fail(shard.transfer, "peer silent", out)
+        state = self._link(link)
+        state.silent = True
+        for shard in list(state.live.values()):
+            self._fail(shard.transfer, "peer silent", out)
 
     def link_gone(self, link: ev.Link, heard_at: float, out: Out) -> None:
         """The peer's process is proven gone (E2), last heard at ``heard_at``: verdicts fall at once, memory is settled
@@ -153,8 +150,6 @@ class Receiver(Registrations):
             return
         shard.move("offer")
         shard.offered, shard.finished = True, shard.finished or m.finished
-        if transfer.verdict:
-            return
         offered = finished = True
         for each in transfer.shards:
             offered, finished = offered and each.offered, finished and each.finished

@@ -1,8 +1,9 @@
 """A machine's own state as a value: copied, and written down so that two that will behave alike are written alike.
 
-Generic over the machines' classes: it walks ``__slots__``, ``__dict__`` and msgspec fields. What an attribute means
-stands in two tables by its name, ``TIMES`` and ``IDLE``; a float without a role is refused, so a new time in a machine
-is noticed here and not by a search that never ends.
+Generic over the machines' classes: it walks ``__slots__``, ``__dict__`` and msgspec fields. A frozen struct is a
+value, any other an object with attributes. What an attribute means stands in two tables by its name, ``TIMES`` and
+``IDLE``; a float without a role is refused, so a new time in a machine is noticed here and not by a search that never
+ends.
 
 What is left out or put relative, and why that changes nothing:
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from copy import copy as shallow
 from enum import Enum
 from itertools import count
 from marshal import dumps
@@ -52,6 +54,8 @@ _plans: dict[type, tuple[str, ...]] = {}
 
 def attributes(kind: type) -> tuple[str, ...]:
     """Names of the slots of ``kind``, in order; empty when its instances have a ``__dict__``."""
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
     if kind not in _plans:
         slots: list[str] = []
         for base in reversed(kind.__mro__):
@@ -61,10 +65,14 @@ def attributes(kind: type) -> tuple[str, ...]:
     return _plans[kind]
 
 
+def _frozen(kind: type) -> bool:
+    return issubclass(kind, msgspec.Struct) and kind.__struct_config__.frozen
+
+
 def _shared(kind: type) -> bool:
     if kind in _SHARED:
         return True
-    if issubclass(kind, (msgspec.Struct, Enum, type)):
+    if _frozen(kind) or issubclass(kind, (Enum, type)):
         _SHARED.add(kind)
         return True
     return False
@@ -93,6 +101,8 @@ def _copy_for(kind: Any) -> Callable[[Any, dict[int, Any]], Any]:
     if kind in _COPIERS:
         return _COPIERS[kind]
     slots, shared = attributes(kind), _SHARED
+    if issubclass(kind, msgspec.Struct):
+        return _copy_struct
 
     def copy(value: Any, memo: dict[int, Any]) -> Any:
         new = memo[id(value)] = kind.__new__(kind)
@@ -109,6 +119,15 @@ def _copy_for(kind: Any) -> Callable[[Any, dict[int, Any]], Any]:
         return new
 
     return copy_dict if any("__dict__" in base.__dict__ for base in kind.__mro__) else copy
+
+
+def _copy_struct(value: Any, memo: dict[int, Any]) -> Any:
+    new = memo[id(value)] = shallow(value)
+    for name in type(value).__struct_fields__:
+        part = getattr(value, name)
+        if type(part) not in _SHARED:
+            setattr(new, name, clone(part, memo))
+    return new
 
 
 def _copy_tuple(value: Any, memo: dict[int, Any]) -> Any:
@@ -239,8 +258,8 @@ class Form:
 def _walk_for(kind: type) -> Callable[[Form, Any], Any]:
     if issubclass(kind, Enum):
         return lambda form, value: value.value
-    if issubclass(kind, msgspec.Struct):
-        fields = kind.__struct_fields__
+    if _frozen(kind):
+        fields = attributes(kind)
         return lambda form, value: (kind.__name__, *[form.of(getattr(value, name)) for name in fields])
     if kind in (tuple, list, deque):
         return lambda form, value: tuple([form.of(part) for part in value])

@@ -20,6 +20,7 @@ _SHAPES = "plain, tp2, fan-in, fan-out, both-parts"
 _ALL = "all"
 _TRANSFERS = 8
 _INTERRUPTED = 130
+_OF_SEEDS = ("seeds", "jobs", "profile", "shape", "transfers", "until_failure", "out", "json")
 _SHRUNK = 3
 """Violations that are shrunk and told in full: the first of each property."""
 _LINES = 100
@@ -39,6 +40,13 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--out", metavar="DIR", help="write each case that breaks a property, shrunk, as a file there")
     parser.add_argument("--json", metavar="FILE|-", help="write JSON; - is stdout, which then holds nothing else")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar on stderr")
+    parser.add_argument(
+        "--exhaustive", action="store_true", help="no seeds: every interleaving of small worlds, until none is left"
+    )
+    parser.add_argument("--deep", action="store_true", help="exhaustive: more and larger worlds; takes hours")
+    parser.add_argument("--only", metavar="NAME", help="exhaustive: worlds with this in their name")
+    parser.add_argument("--limit", metavar="STATES", help="exhaustive: cut a world off after so many states")
+    parser.set_defaults(unset={name: parser.get_default(name) for name in _OF_SEEDS})
 
     help = "play one seed or case of explore again, and tell what happens"
     parser = commands.add_parser("replay", help=help, description=help.capitalize() + ".", allow_abbrev=False)
@@ -63,6 +71,11 @@ def _world_flags(parser: Any, default: str | None) -> None:
 
 
 def _explore(options: argparse.Namespace) -> int:
+    if options.exhaustive:
+        return _exhaustive(options)
+    for flag in ("deep", "only", "limit"):
+        if getattr(options, flag):
+            raise BadInput(f"--{flag} belongs to --exhaustive")
     seeds, jobs = _seeds(options.seeds), _whole("--jobs", options.jobs)
     transfers = _transfers(options.transfers)
     if options.json not in (None, "-"):
@@ -92,6 +105,20 @@ def _explore(options: argparse.Namespace) -> int:
         text += "\n\n" + _tell(found, options.out)
     emit(options.json, tally.document(found), text)
     return 1 if found.violations else _INTERRUPTED if found.interrupted else 0
+
+
+def _exhaustive(options: argparse.Namespace) -> int:
+    for name in _OF_SEEDS:
+        if getattr(options, name) != options.unset[name]:
+            raise BadInput(f"--{name.replace('_', '-')} belongs to random seeds, not to --exhaustive")
+    limit = None if options.limit is None else _whole("--limit", options.limit, most=1_000_000_000)
+
+    from pushkv.sim.explore import exhaustive
+
+    scopes = exhaustive.chosen(options.only or "", deep=options.deep)
+    if not scopes:
+        raise BadInput(f"--only {options.only}: no world has that in its name")
+    return exhaustive.main(scopes, limit, whole=not options.only)
 
 
 def _tell(found: Any, out: str | None) -> str:
@@ -212,7 +239,7 @@ def _transfers(text: str | None) -> int:
     return _TRANSFERS if text is None else _whole("--transfers", text)
 
 
-def _whole(flag: str, text: str) -> int:
-    if not re.fullmatch(r"\d+", text) or not 1 <= int(text) <= 10_000:
-        raise BadInput(f"{flag} {text} is not possible: expected a whole number from 1 to 10000")
+def _whole(flag: str, text: str, most: int = 10_000) -> int:
+    if not re.fullmatch(r"\d+", text) or not 1 <= int(text) <= most:
+        raise BadInput(f"{flag} {text} is not possible: expected a whole number from 1 to {most}")
     return int(text)

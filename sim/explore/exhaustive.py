@@ -5,14 +5,13 @@ V6). From every state a fair world without further faults must come to rest with
 does not is a deadlock, or goes round for ever. Where nothing but delays has struck (a lost or doubled message, a
 preemption) every transfer has loaded (V1).
 
-``python -m pushkv.sim.explore.exhaustive [--deep] [--only NAME] [--limit STATES]`` prints one line per world.
+``pushkv explore --exhaustive [--deep] [--only NAME] [--limit STATES]`` prints one line per world.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pushkv.sim.explore.coverage import CELLS, UNREACHABLE, watched
@@ -141,28 +140,25 @@ def explore_all(scope: Scope, limit: int | None = None) -> Result:
     return Search(scope).run(limit)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Search every world of the set, one after the other. Returns 1 when something does not hold."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--deep", action="store_true", help="larger budgets, more worlds: takes longer")
-    parser.add_argument("--only", default="", help="worlds with this in their name")
-    parser.add_argument("--limit", type=int, default=None, help="states after which a world is cut off")
-    options = parser.parse_args(arguments)
+def chosen(only: str = "", *, deep: bool = False) -> list[Scope]:
+    """Worlds of the standard or the deep set with ``only`` in their name."""
+    return [scope for scope in (DEEP if deep else STANDARD) if only in scope.name]
+
+
+def main(scopes: Sequence[Scope], limit: int | None = None, *, whole: bool = True) -> int:
+    """Search ``scopes`` one after the other and print what each came to. Returns 1 when something does not hold.
+    ``whole``: they are a whole set, so that cells of the transition tables that nothing took are named.
+    """
     bad = False
-    scopes = [scope for scope in (DEEP if options.deep else STANDARD) if options.only in scope.name]
     with watched() as taken:
         for scope in scopes:
-            result = explore_all(scope, options.limit)
+            result = explore_all(scope, limit)
             print(result, flush=True)
             if result.violation:
                 bad = True
                 print(result.transcript)
     missed = CELLS - taken - UNREACHABLE.keys()
     print(f"{len(taken)} of {len(CELLS)} cells of the transition tables taken, {len(UNREACHABLE)} cannot be")
-    if missed and not options.only:
+    if missed and whole:
         print("not taken:", ", ".join(" ".join(cell) for cell in sorted(missed)))
     return int(bad)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

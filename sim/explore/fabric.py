@@ -108,6 +108,8 @@ class Fabric:
         if not post.packed:
             if flying.source.freed:
                 raise Violation(f"I2: {process.name} posts {post.transfer_id}, whose source is free")
+            if post.stop > process.host.computed(post.transfer_id):
+                raise Violation(f"I2: {process.name} posts tokens of {post.transfer_id} that are not computed")
             flying.source.active.add(flying.key)
         self.writes[(id(process), *flying.key)] = flying
         self._fly(flying)

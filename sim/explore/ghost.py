@@ -111,7 +111,8 @@ class Ghost:
         custody = self.custody.get(transfer_id)
         for rank, writers in enumerate(feeders):
             for index in range(tokens):
-                assert custody is not None
+                if custody is None:
+                    raise Violation(f"I3: {transfer_id} starts at {self.name}, which has no memory for it")
                 unit = custody.units[index // UNIT_TOKENS]
                 for writer in writers:
                     found = self.cells.get((rank, unit, index % UNIT_TOKENS, writer))

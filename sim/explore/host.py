@@ -151,7 +151,7 @@ class Host(Scheduling):
         if leg.verdict:
             raise Violation(f"V5: {self.process.name} is told {verdict} of {leg.tid} after {leg.verdict}")
         self._check_bound(leg)
-        leg.verdict = verdict
+        leg.verdict, leg.verdict_at = verdict, self.world.now
 
     def _outcome(self, request: Request, outcome: str) -> None:
         request.outcome, request.ended_at = outcome, self.world.now

@@ -37,6 +37,7 @@ class Leg:
         self.running = self.aborted = self.released = self.held = False
         self.given = self.wants = self.loaded = self.fenced = False
         self.yields = 0
+        self.verdict_at = self.aborted_at = 0.0
 
 
 class Scheduling:
@@ -243,7 +244,7 @@ class Scheduling:
             return
         if leg.aborted or leg.loaded:
             return
-        leg.aborted = True
+        leg.aborted, leg.aborted_at = True, self.world.now
         if part == "send":
             if not leg.held:
                 self.process.command(ev.Abort(tid, "aborted"))

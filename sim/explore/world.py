@@ -16,6 +16,7 @@ from typing import Any
 
 from pushkv.model.protocol import Settings
 from pushkv.model.protocol import events as ev
+from pushkv.sim.explore.bounds import check_legs
 from pushkv.sim.explore.causes import Causes
 from pushkv.sim.explore.fabric import Fabric
 from pushkv.sim.explore.ghost import Violation
@@ -346,6 +347,7 @@ class World:
         for process in self.processes.values():
             if process.alive and not process.paused:
                 process.host.check_bounds()
+                check_legs(process, self.now - 2.0 - process.paused_s)
                 if not self._looks % 4:  # what grows here grows slowly
                     process.check_tables()
 
@@ -386,4 +388,4 @@ class World:
             if left:
                 raise Violation(f"I5c: left at {name}: {left}")
         if self.fabric.writes:
-            raise Violation(f"writes left on the fabric: {self.fabric.writes}")
+            raise Violation(f"I5c: writes left on the fabric: {self.fabric.writes}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -42,6 +42,25 @@ class Scenario:
     spare: int
     share: bool
     seed: int
+
+
+_STORE = Store("BHNT", 4, 40)
+CASE = Scenario(
+    models=(Model(("layers.0", "layers.1"), kv_heads=4, head_dim=3),),
+    src_stores=(_STORE,),
+    dst_stores=(replace(_STORE, axes="BNH", block_tokens=8),),
+    src_tp=1,
+    dst_tp=2,
+    src_stages=1,
+    dst_stages=1,
+    part=Part.whole(8, 21),
+    held=21,
+    dst_first=8,
+    spare=1,
+    share=False,
+    seed=7,
+)
+"""One pair of engines for those who need no other: K and V apart, other axes, other blocks, other TP."""
 
 
 @st.composite

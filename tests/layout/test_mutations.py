@@ -9,25 +9,7 @@ import pytest
 
 from pushkv.model.layout import BlockTable, Part, Plan, Shard, block_table, plan
 
-from .oracle import Model, Store
-from .scenarios import Planner, Scenario, check
-
-_STORE = Store("BHNT", 4, 40)
-_CASE = Scenario(
-    models=(Model(("layers.0", "layers.1"), kv_heads=4, head_dim=3),),
-    src_stores=(_STORE,),
-    dst_stores=(replace(_STORE, axes="BNH", block_tokens=8),),
-    src_tp=1,
-    dst_tp=2,
-    src_stages=1,
-    dst_stages=1,
-    part=Part.whole(8, 21),
-    held=21,
-    dst_first=8,
-    spare=1,
-    share=False,
-    seed=7,
-)
+from .scenarios import CASE, Planner, check
 
 Tables = Sequence[BlockTable]
 
@@ -74,7 +56,7 @@ def _long(shard: Shard, src: Tables, dst: Tables, part: Part) -> Plan:
 
 
 def test_the_case_itself_is_right() -> None:
-    check(_CASE)
+    check(CASE)
 
 
 @pytest.mark.parametrize(
@@ -83,4 +65,4 @@ def test_the_case_itself_is_right() -> None:
 )
 def test_a_broken_planner_is_caught(broken: Planner) -> None:
     with pytest.raises(AssertionError):
-        check(_CASE, broken)
+        check(CASE, broken)

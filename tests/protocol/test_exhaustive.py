@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pushkv.model.protocol import events as ev
+from pushkv.sim import cli
 from pushkv.sim.explore.coverage import CELLS, UNREACHABLE, Cell, watched
-from pushkv.sim.explore.exhaustive import Search, explore_all, main
+from pushkv.sim.explore.exhaustive import Search, explore_all
 from pushkv.sim.explore.worlds import DEEP, SMALL, STANDARD
 from tests.protocol.mutants import MUTANTS
 
@@ -48,14 +49,14 @@ def test_what_is_listed_is_a_cell() -> None:
 @pytest.mark.parametrize("name", CAUGHT)
 def test_a_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world, expected = CAUGHT[name]
-    MUTANTS[name][0](monkeypatch)
+    MUTANTS[name].apply(monkeypatch)
     result = explore_all(BY_NAME[world])
     assert expected in result.violation
     assert result.transcript.splitlines()
 
 
 def test_a_violation_is_told_as_a_story(monkeypatch: pytest.MonkeyPatch) -> None:
-    MUTANTS["cancel_not_answered"][0](monkeypatch)
+    MUTANTS["cancel_not_answered"].apply(monkeypatch)
     lines = explore_all(BY_NAME["late: given up"]).transcript.splitlines()
     assert any("D/ledger  * aborts t-1" in line for line in lines)
     assert any("-> P Cancel attempt=1 t-1" in line for line in lines)
@@ -79,9 +80,27 @@ def test_a_limit_cuts_off() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--only", "early: broken"]) == 0
+    assert cli.main(["explore", "--exhaustive", "--only", "early: broken"]) == 0
     out = capsys.readouterr().out
-    assert "frontier empty" in out and "broken=1" in out
+    assert "frontier empty" in out and "broken=1" in out and "not taken" not in out
+
+
+def test_the_command_cuts_off(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explore", "--exhaustive", "--deep", "--only", "restarted", "--limit", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    deep = [scope.name for scope in DEEP if "restarted" in scope.name]
+    assert len(deep) > len([scope for scope in STANDARD if "restarted" in scope.name])
+    assert [line.split("  ")[0] for line in lines[:-1]] == deep
+    assert all("cut off" in line for line in lines[:-1])
+
+
+def test_the_command_fails_and_tells_what_breaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    MUTANTS["cancel_not_answered"].apply(monkeypatch)
+    assert cli.main(["explore", "--exhaustive", "--only", "late: given up"]) == 1
+    out = capsys.readouterr().out
+    assert "Violation: I5c" in out and "-> P Cancel attempt=1 t-1" in out
 
 
 def test_names_of_worlds_are_unique() -> None:

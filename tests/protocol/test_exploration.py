@@ -5,11 +5,14 @@ CONFIGS[...])``.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from pushkv.model.protocol import messages as msg
 from pushkv.sim.explore.profiles import CONFIGS, PROFILES, Config, Driver, play
 from pushkv.sim.explore.world import SETTINGS, World
+from tests.protocol.transcripts import STEADY
 
 SEEDS = {"calm": 4, "lossy": 6, "crashy": 10, "hostile": 14, "churn": 6, "partition": 8, "paused": 8}
 """Seeds of each profile, for each shape; `hostile` finds most."""
@@ -36,6 +39,14 @@ def test_properties_hold_when_links_are_forgotten(profile: str) -> None:
         Driver(World(seed, late, crowd, settings)).play()
 
 
+@pytest.mark.parametrize("shape", CONFIGS)
+def test_a_share_of_the_landing_memory_starves_nobody(shape: str) -> None:
+    """V1: a large prompt of a peer is not overtaken for ever by that peer's small ones."""
+    busy = replace(PROFILES["calm"], modes=("packed",), requests=3.0)
+    for seed in (30, 31):
+        Driver(World(seed, busy, CONFIGS[shape], replace(SETTINGS, landing_share=0.75))).play()
+
+
 def test_a_seed_fixes_everything() -> None:
     def run() -> list[tuple[float, str, str]]:
         world = World(7, PROFILES["hostile"], CONFIGS["plain"])
@@ -58,6 +69,34 @@ def test_messages_of_a_calm_transfer_are_few() -> None:
     assert sent.get("Offer", 0) <= 3 * transfers
     assert sent.get("Failed", 0) + sent.get("Cancelled", 0) + sent.get("Cancel", 0) <= 0.2 * transfers
     assert sent["Written"] <= 6 * transfers
+
+
+@pytest.mark.parametrize("kind", [kind for kind in msg.KINDS if kind is not msg.Beat])
+def test_what_never_arrives_is_repeated_by_the_beat(kind: type[msg.Message]) -> None:
+    """V4: both engines lack something of the other, and go on lacking it (a frame that the transport drops)."""
+    world = World(1, STEADY, CONFIGS["both-parts"])
+    if kind not in (msg.Hello, msg.Welcome):
+        world.request("packed", "A", "B", 4, 4)
+        world.request("packed", "B", "A", 4, 4)
+        world.run(8.0)
+    send = world.network.send
+
+    def without(source: Any, target: Any, message: Any) -> None:
+        if not isinstance(message, kind):
+            send(source, target, message)
+        else:
+            lost.append(message)
+
+    lost: list[Any] = []
+    world.network.send = without  # type: ignore[method-assign]
+    before = sum(world.network.sent.values())
+    requests = [world.request("packed", *pair, 8, 8, spoiled="lost") for pair in (("A", "B"), ("B", "A"))]
+    requests += [world.request("late", *pair, 8, 8, spoiled="lost") for pair in (("A", "B"), ("B", "A"))]
+    world.run(0.1)
+    world.abort(requests[0], "B")
+    world.abort(requests[1], "A")
+    world.run(10.0)
+    assert sum(world.network.sent.values()) - before + len(lost) < 200
 
 
 def test_messages_of_an_unkind_world_are_bounded() -> None:

@@ -29,6 +29,12 @@ BAD_INPUT = [
     ("explore --shape cube", "--shape 'cube' is not known"),
     ("explore --json absent/x.json", "the folder absent does not exist"),
     ("explore --out absent", "--out absent is not a folder that can be written to"),
+    ("explore --deep", "--deep belongs to --exhaustive"),
+    ("explore --limit 5", "--limit belongs to --exhaustive"),
+    ("explore --exhaustive --seeds 0:5", "--seeds belongs to random seeds"),
+    ("explore --exhaustive --until-failure", "--until-failure belongs to random seeds"),
+    ("explore --exhaustive --limit none", "--limit none is not possible: expected a whole number from 1"),
+    ("explore --exhaustive --only absent", "--only absent: no world has that in its name"),
     ("replay", "the following arguments are required"),
     ("replay 3", "a seed needs --profile: choose from calm, lossy"),
     ("replay 3 --profile calm", "a seed needs --shape: choose from plain"),
@@ -87,7 +93,7 @@ def test_a_violation_is_told_and_replayed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch:
-        MUTANTS["failed_with_a_handle_active"][0](patch)
+        MUTANTS["failed_with_a_handle_active"].apply(patch)
         line = "explore --seeds 0:40 --profile churn --shape plain --until-failure --out . --json found.json"
         assert cli.main(line.split()) == 1
         out, _ = capsys.readouterr()

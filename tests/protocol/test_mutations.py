@@ -1,38 +1,53 @@
-"""The world has eyes: every mutant of ``mutants`` is caught by a property within a few seeds."""
+"""The world has eyes: every fault of real systems has a mutant, and a property notices it within a few runs."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from pushkv.model.protocol import LocalProtocolError
 from pushkv.sim.explore.ghost import Violation
-from pushkv.sim.explore.profiles import CONFIGS, Driver
-from pushkv.sim.explore.world import World
-from tests.protocol.mutants import MUTANTS
-
-SEEDS = 60
-
-
-def _breach(world: World) -> str:
-    try:
-        Driver(world).play()
-    except Violation as violation:
-        return str(violation)
-    except (LocalProtocolError, KeyError) as error:
-        return f"V5: {error!r}"
-    return ""
+from tests.protocol.mutants import MUTANTS, hunt
+from tests.protocol.mutants.registry import SEEDS, Mutant
+from tests.protocol.mutants.table import ELSEWHERE, FAULTS, FILE, bare, rows
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    apply, profile, expected, settings = MUTANTS[name]
-    configs = list(CONFIGS.values())
-    for seed in range(SEEDS):
-        with monkeypatch.context() as patch:
-            apply(patch)
-            breach = _breach(World(seed, profile, configs[seed % len(configs)], settings))
-        if breach:
-            if breach[:2] not in expected.split() and breach[:3] not in expected.split():
-                pytest.fail(f"seed {seed} breaks another property than {expected}: {breach}")
-            return
-    pytest.fail(f"{name} survives {SEEDS} seeds")
+def test_a_mutant_is_caught(name: str) -> None:
+    played, broken = hunt(MUTANTS[name])
+    assert broken, f"{name} survives {played} runs"
+
+
+def test_every_fault_has_a_mutant_or_lies_elsewhere() -> None:
+    assert list(FAULTS) == [f"F{number:02}" for number in range(1, 43)]
+    covered = {fault for mutant in MUTANTS.values() for fault in mutant.faults}
+    assert covered | set(ELSEWHERE) == set(FAULTS)
+    assert not covered & set(ELSEWHERE)
+
+
+def test_the_table_is_fresh() -> None:
+    """Renew: ``python -m tests.protocol.mutants --write``."""
+    written = FILE.read_text(encoding="utf-8")
+    assert bare(written) == bare("\n".join(rows()))
+    assert "survives" not in written
+
+
+def test_what_survives_or_only_crashes_is_no_catch() -> None:
+    def nothing(seed: int) -> None:
+        return
+
+    def crash(seed: int) -> None:
+        raise LocalProtocolError("no")
+
+    def other(seed: int) -> None:
+        raise Violation("I1: another")
+
+    def found(trial: Any) -> Mutant:
+        return Mutant("m", lambda patch: None, trial, ("I2",), ("F01",), "")
+
+    assert hunt(found(nothing)) == (SEEDS, "")
+    with pytest.raises(AssertionError, match="only an exception notices: LocalProtocolError"):
+        hunt(found(crash))
+    with pytest.raises(AssertionError, match="another property"):
+        hunt(found(other))

@@ -19,7 +19,8 @@ TRANSFERS = 8
 
 def broken(name: str) -> Case:
     """The first seed that notices the mutant ``name``, which is in place."""
-    _, profile, _, settings = MUTANTS[name]
+    profile, settings = MUTANTS[name].profile, MUTANTS[name].settings
+    assert profile is not None
     shapes = list(CONFIGS.values())
     for seed in range(60):
         case = case_of(seed, profile, shapes[seed % len(shapes)], TRANSFERS, settings)
@@ -32,7 +33,7 @@ def broken(name: str) -> Case:
 @pytest.mark.parametrize("name", ["freed_at_the_first_failure", "failed_with_a_handle_active", "seen_forgotten"])
 def test_a_mutants_case_is_small_and_breaks_the_same_property(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        MUTANTS[name][0](patch)
+        MUTANTS[name].apply(patch)
         case = broken(name)
         least = shrink(case)
         assert least.broken == case.broken

@@ -213,6 +213,88 @@ def opposite_admissions_packed(world: World) -> None:
     world.run(3.0)
 
 
+# ---------------------------------------------------------------- who is not there, or not the one expected
+
+
+@story(config=Config({"P": 1, "Q": 1}, {"D": 1}), settings={"orphan_s": 2.0})
+def wrong_prefill_engine(world: World) -> None:
+    """F12: D registers with Q, the prefill runs on P. Q waits `orphan_s` for it, then answers; P ends by its lease."""
+    request = world.request("late", "P", "D", 8, 8)
+    request.asks = "Q"
+    world.run(3.0)
+
+
+@story()
+def prefill_rejected(world: World) -> None:
+    """F13: P's leg is rejected before it begins; D is told when it registers."""
+    request = world.request("packed", "P", "D", 8, 8, delays=(None, 0.1))
+    world.abort(request, "P")
+    world.run(0.4)
+
+
+@story(config=Config({"P": 2}, {"D": 1}))
+def one_of_two_feeders_fails(world: World) -> None:
+    """F04: two ranks of P feed D. One cannot write, and says so when it is quiet; the other stops, and says so too."""
+    world.fabric.fates.extend([(0.05, True), (1.0, False)])
+    world.request("late", "P", "D", 8, 8)
+    world.run(2.5)
+
+
+@story(settings={"lease_s": 1.0}, profile={"parked": 1.0, "parked_s": 4.0})
+def posted_too_late(world: World) -> None:
+    """F09: the transfer thread is slow. When it comes to the write the lease has ended: the claim is refused."""
+    world.request("packed", "P", "D", 8, 8)
+    world.run(2.5)
+
+
+@story(settings={"landing_share": 0.5, "staging_bytes": 1 << 16}, config=Config({"P": 1, "Q": 1}, {"D": 1}))
+def a_peer_at_its_share(world: World) -> None:
+    """F28: P has its share of D's landing memory, and waits for itself; Q is granted what is left."""
+    world.fabric.fates.append((0.5, False))
+    world.request("packed", "P", "D", 12, 12)
+    world.run(0.2)
+    world.request("packed", "P", "D", 8, 8)
+    world.run(0.02)
+    world.request("packed", "Q", "D", 16, 16)
+    world.run(1.2)
+
+
+@story()
+def asked_again(world: World) -> None:
+    """F34: D was preempted after its load and asks for the same transfer again: P says at once that it is over."""
+    request = world.request("packed", "P", "D", 8, 8)
+    world.run(0.6)
+    world.processes["D"].host.decode(request)
+    world.run(0.3)
+
+
+@story(profile={"unfit": 1.0}, cold=True)
+def unfit_peer(world: World) -> None:
+    """F25: P's host finds at the handshake that D does not fit, and says why. D's transfer fails, never registered."""
+    world.request("packed", "P", "D", 8, 8)
+    world.run(0.6)
+
+
+@story()
+def preempted_between_chunks(world: World) -> None:
+    """F20, F21: P is preempted after its first chunk. What was packed leaves; the rest follows when it is computed."""
+    request = world.request("packed", "P", "D", 16, 16, chunked=True)
+    world.run(0.15)
+    host = world.processes["P"].host
+    host.preempt(host.sending[request.tid])
+    world.run(1.5)
+
+
+@story(config=Config({"A": 1, "B": 1}, {"A": 1, "B": 1}))
+def both_lack_a_registration(world: World) -> None:
+    """F19: a registration is lost in each direction. Numbered beats find that out; their answers are not answered."""
+    for _ in range(2):
+        world.network.lose_next.append(lambda source, target, m: isinstance(m, msg.Register))
+    world.request("packed", "A", "B", 8, 8)
+    world.request("packed", "B", "A", 8, 8)
+    world.run(2.5)
+
+
 def main() -> None:
     """Write all transcripts, or say what differs."""
     for name in STORIES:

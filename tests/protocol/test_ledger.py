@@ -1,0 +1,89 @@
+"""Single decisions of the ledger, which long runs seldom come to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pushkv.model.protocol import GAVE_WAY, Ledger
+from pushkv.model.protocol import events as ev
+from pushkv.sim.explore.world import SETTINGS
+
+
+def arrived(name: str, peer: str = "P", segments: int = 0, ranks: int = 1, **more: Any) -> ev.Arrived:
+    links = tuple(((peer, rank),) for rank in range(ranks))
+    return ev.Arrived(name, peer, links, 4, bool(segments), segments, **more)
+
+
+def offered(name: str, finished: bool = False, rank: int = 0) -> ev.FromRank:
+    return ev.FromRank(rank, ev.Offered(name, finished))
+
+
+def done(ledger: Ledger, *events: ev.Record) -> list[Any]:
+    out: list[Any] = []
+    ledger.step(events, 0.0, out)
+    return out
+
+
+def exposed(actions: list[Any]) -> list[str]:
+    return [a.command.transfer_id for a in actions if isinstance(a, ev.ToRanks) and isinstance(a.command, ev.Expose)]
+
+
+def yielding(actions: list[Any]) -> list[str]:
+    return [a.command.transfer_id for a in actions if isinstance(a, ev.ToRanks) and isinstance(a.command, ev.Withdraw)]
+
+
+def test_an_abort_that_crosses_the_last_notice_gives_the_memory_back() -> None:
+    """F16: the verdict is the abort's; what has landed after it is settled."""
+    ledger = Ledger(SETTINGS)
+    done(ledger, arrived("t", memory=(1, 2)), ev.Aborted("t"))
+    assert done(ledger, ev.FromRank(0, ev.Landed("t"))) == [ev.Free("t", (1, 2))]
+    assert ledger.open() == (0, 0)
+    assert not ledger._quarantine  # a table by peer: nobody stays in it
+
+
+def test_finished_prefills_are_granted_first() -> None:
+    ledger = Ledger(replace(SETTINGS, landing_segments=4))
+    done(ledger, arrived("old", segments=4), offered("old"), arrived("a", segments=4), arrived("b", segments=4))
+    assert exposed(done(ledger, offered("a"), offered("b", True), ev.Aborted("old"))) == []
+    assert exposed(done(ledger, ev.FromRank(0, ev.Settled("old")))) == ["b"]
+    assert exposed(done(ledger, ev.FromRank(0, ev.Landed("b")), ev.Loaded("b"))) == ["a"]
+
+
+def test_one_at_a_time_gives_way() -> None:
+    """Rule 8: the youngest; and asked again nobody else before it has."""
+    ledger = Ledger(SETTINGS)
+    for name in ("v1", "v2", "heir"):
+        done(ledger, arrived(name), offered(name, name == "heir"))
+    done(ledger, ev.Allocated("v1", (1,)), ev.Allocated("v2", (2,)))
+    assert yielding(done(ledger, ev.Starved("heir"))) == ["v2"]
+    assert yielding(done(ledger, ev.Starved("heir"))) == []
+    back = done(ledger, ev.FromRank(0, ev.Settled("v2")))
+    assert back[0] == ev.TakeBack("v2", (2,), "heir")
+    assert yielding(done(ledger, ev.Starved("heir"))) == ["v1"]
+
+
+def test_only_memory_of_the_same_kind_gives_way() -> None:
+    ledger = Ledger(SETTINGS)
+    done(ledger, arrived("packed", segments=4), offered("packed"))
+    done(ledger, arrived("heir"), offered("heir", True))
+    assert yielding(done(ledger, ev.Starved("heir"))) == []
+
+
+def test_what_has_landed_somewhere_does_not_give_way() -> None:
+    ledger = Ledger(SETTINGS, 2)
+    for name in ("v", "heir"):
+        both = [offered(name, name == "heir", rank) for rank in (0, 1)]
+        done(ledger, arrived(name, ranks=2), *both)
+    done(ledger, ev.Allocated("v", (1,)), ev.FromRank(0, ev.Landed("v")))
+    assert yielding(done(ledger, ev.Starved("heir"))) == []
+
+
+def test_what_a_sender_gave_back_goes_to_a_finished_prefill_of_its() -> None:
+    """Rule 8: the heir is the first whose finished prefill waits at that sender; not one that has not finished."""
+    ledger = Ledger(SETTINGS)
+    done(ledger, arrived("v"), offered("v"), ev.Allocated("v", (1,)))
+    for name, peer, finished in (("waits", "P", False), ("other", "Q", True), ("ready", "P", True)):
+        done(ledger, arrived(name, peer), offered(name, finished))
+    done(ledger, ev.FromRank(0, ev.Broken("v", GAVE_WAY)))
+    assert done(ledger, ev.FromRank(0, ev.Settled("v")))[0] == ev.TakeBack("v", (1,), "ready")
