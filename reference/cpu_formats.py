@@ -5,7 +5,7 @@ as (2 x tokens, head size), the first half K and the second half V. Within the h
 writing marked keys through the kernel, and checked so by a test where vLLM is installed):
 
 * `vec`, `vec16`: V as rows, one per token. K **transposed**: (head size, tokens), so that one element of all tokens of
-  a block lies side by side.
+  a block lies side by side. Each head's K is a part of its own (`head_part`), whose "heads" are the elements.
 * `amx` and others: packed for matrix units; tokens cannot be told apart. Only whole blocks can be moved, between
   engines with the same instruction set and block size.
 
@@ -14,12 +14,15 @@ Decides the views and the smallest unit of tokens that can be moved. Does not de
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pushkv.reference.specs import LayerSpec
 
 TRANSPOSED_K = ("vec", "vec16")
+
+_HEAD_PART = re.compile(r"([a-z]+)([0-9]{1,5})/([1-9][0-9]{0,4})", re.ASCII)
 
 Piece = tuple[str, int, str, int, int, tuple[int, int, int], int, int, int, int]
 """name, offset, dtype, element bytes, elements, heads, block tokens, block stride, head stride, token stride."""
@@ -41,6 +44,17 @@ class CpuFormat:
     def unit_tokens(self) -> int:
         """Tokens that move together, counted from the prompt's first."""
         return self.block_tokens if self.opaque else 1
+
+
+def head_part(part: str, head: int, heads: int) -> str:
+    """The name of a part that holds one of the `heads` KV heads that the layer has in the whole model."""
+    return f"{part}{head}/{heads}"
+
+
+def read_head_part(name: str) -> tuple[str, int, int] | None:
+    """(part, head, heads) of a name that `head_part` has made; None for any other."""
+    found = _HEAD_PART.fullmatch(name)
+    return None if found is None else (found[1], int(found[2]), int(found[3]))
 
 
 def cpu_parts(
@@ -68,5 +82,6 @@ def cpu_parts(
         # Transposed: every element of the head is a "head" of one element whose tokens lie side by side.
         offset = (number - first) * head
         pseudo = (0, spec.k_elements, spec.k_elements)
-        yield f"k{number}", offset, spec.dtype, element, 1, pseudo, tokens, block, tokens * element, element
+        name = head_part("k", number, total)
+        yield name, offset, spec.dtype, element, 1, pseudo, tokens, block, tokens * element, element
     yield "v", tokens * row, spec.dtype, element, spec.v_elements, (first, stop, total), tokens, block, head, row

@@ -16,6 +16,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from pushkv.model.layout import Group, GroupKind, Layout, LayoutError, View, head_range, pair
+from pushkv.reference.cpu_formats import head_part, read_head_part
 from pushkv.reference.evidence import Process
 
 FACTS_VERSION: Final = 1
@@ -252,25 +253,40 @@ def _unpack(wire: _Layout) -> Layout:
 
 def siblings(facts: Facts) -> tuple[Layout, ...]:
     """The layouts of all tensor-parallel ranks of the engine (of this pipeline stage), from the one that is known: the
-    ranks differ in nothing but their heads. Raises ``FactsError`` if this rank's heads are not such a share.
+    ranks differ in nothing but their heads, whether a view says which it holds or a part's name does (``head_part``).
+    Raises ``FactsError`` if this rank's heads are not such a share, ``LayoutError`` if there is none.
     """
+    own = facts.rank % facts.tp_size
+    first = facts.layout.rank - own
+    return tuple(
+        replace(
+            facts.layout, rank=first + rank, views=tuple(_of_rank(facts, view, rank) for view in facts.layout.views)
+        )
+        for rank in range(facts.tp_size)
+    )
+
+
+def _of_rank(facts: Facts, view: View, rank: int) -> View:
+    """What ``view`` of this rank is on ``rank``."""
     tp, own = facts.tp_size, facts.rank % facts.tp_size
-    found = []
-    for rank in range(tp):
-        views = []
-        for view in facts.layout.views:
-            heads = view.head_start, view.head_stop
-            if heads != (0, view.kv_heads):
-                if heads != head_range(view.kv_heads, tp, own):
-                    raise FactsError(
-                        f"rank {own} of {tp} holds heads {heads[0]} to {heads[1] - 1} of {view.kv_heads} of layer "
-                        f"{view.layer!r}, which is not its share"
-                    )
-                heads = head_range(view.kv_heads, tp, rank)
-            views.append(replace(view, head_start=heads[0], head_stop=heads[1]))
-        number = facts.layout.rank - own + rank
-        found.append(replace(facts.layout, rank=number, views=tuple(views)))
-    return tuple(found)
+    named = read_head_part(view.part)
+    if named is not None:
+        part, head, heads = named
+        share = head_range(heads, tp, own)
+        if not share[0] <= head < share[1]:
+            raise _no_share(facts, view, f"head {head} of {heads}")
+        return replace(view, part=head_part(part, head - share[0] + head_range(heads, tp, rank)[0], heads))
+    if (view.head_start, view.head_stop) == (0, view.kv_heads):
+        return view
+    if (view.head_start, view.head_stop) != head_range(view.kv_heads, tp, own):
+        raise _no_share(facts, view, f"heads {view.head_start} to {view.head_stop - 1} of {view.kv_heads}")
+    start, stop = head_range(view.kv_heads, tp, rank)
+    return replace(view, head_start=start, head_stop=stop)
+
+
+def _no_share(facts: Facts, view: View, heads: str) -> FactsError:
+    own, tp = facts.rank % facts.tp_size, facts.tp_size
+    return FactsError(f"rank {own} of {tp} holds {heads} of layer {view.layer!r}, which is not its share")
 
 
 def refusal(mine: Facts, theirs: Facts) -> str:

@@ -1,10 +1,13 @@
 """What is known of the process behind a link: its facts, and what this rank writes there and hears from there.
 
-Decides which layouts are paired: the peer's rank's, and those of the ranks of the sending engine that feed it, as
-several of them may hold the same heads and only one of them writes.
+Decides which layouts are paired: the receiving rank's, and those of the ranks of the sending engine that feed it, as
+several of them may hold the same heads and only one of them writes. That the engines fit as wholes is known by then
+(``facts.refusal``): what the senders hold for the receiver's siblings is left out.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,6 +37,8 @@ class Fellow:
 
 def _shard(source: Facts, target: Facts) -> Shard | None:
     """What the rank of ``source`` writes into the rank of ``target``."""
+    wanted = {view.key for view in target.layout.views}
     ranks = siblings(source)
-    mine = [ranks[rank] for rank in feeders(target.rank, target.tp_size, source.tp_size)]
+    feeding = [ranks[rank] for rank in feeders(target.rank, target.tp_size, source.tp_size)]
+    mine = [replace(one, views=tuple(view for view in one.views if view.key in wanted)) for one in feeding]
     return next((shard for shard in pair(mine, [target.layout]) if shard.src_rank == source.rank), None)

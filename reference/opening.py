@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from pushkv.model.layout import Layout, LayoutError, Part, block_table, pair, plan_gather
+from pushkv.model.protocol import Settings
 from pushkv.reference import evidence, grants, mailbox
 from pushkv.reference.device_copies import copier
 from pushkv.reference.facts import Arrival, Facts, Landing, Region
@@ -145,9 +146,22 @@ def open_office(setup: EngineSetup, cards: Sequence[RankCard], local: Rank | Non
         )
 
     if local is None:
-        return mailbox.Desk([card.door for card in cards], make).office
+        return _beside(setup, protocol, cards, make)
     office = make(lambda rank, command: local.receive(command), local.wake, local.stop)
     office.trace = local.trace
     local.office = office
     local.start()
     return office
+
+
+def _beside(setup: EngineSetup, protocol: Settings, cards: Sequence[RankCard], make: Callable[..., Office]) -> Office:
+    """The office on a thread of its own, its ranks in other processes, each with a trace of its own."""
+    path = setup.settings.trace
+    trace = Trace(path, protocol, len(cards), {}, setup.engine_id) if path else None
+
+    def traced(**hands: Any) -> Office:
+        office = make(**hands)
+        office.trace = trace
+        return office
+
+    return mailbox.Desk([card.door for card in cards], traced).office

@@ -42,6 +42,28 @@ async def test_prefill_is_killed_while_decode_waits(cluster: Cluster, oracle: Or
     await pair.recovered()
 
 
+@pytest.mark.fault("F06")
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])
+async def test_prefill_is_killed_where_one_side_has_two_ranks(
+    cluster: Cluster, oracle: Oracle, path: str, p_tp: int, d_tp: int
+) -> None:
+    """Every rank of D has its own evidence of every rank of P; the verdict is one."""
+    pair = await faulty_pair(cluster, path, p={"tp": p_tp}, d={"tp": d_tp})
+    prompt, tid = words(300, 63), fresh()
+    async with (
+        Client() as client,
+        started(client.complete(pair.decode, prompt, 6, for_decode(pair.prefill, tid), request_id=tid)) as tasks,
+    ):
+        await asyncio.sleep(1.0)
+        assert not tasks[0].done(), tasks[0].result()
+        pair.prefill.kill()
+        answer = await bounded(tasks[0], BOUND_S, "D")
+    right_or_failed(answer, await oracle.answer(prompt, 6))
+    await asyncio.to_thread(pair.emptied, pair.decode, limit_s=BOUND_S)
+    await asyncio.to_thread(start_all, pair.prefill)
+    await pair.recovered()
+
+
 @pytest.mark.fault("F07")
 @pytest.mark.parametrize("when", ["registered", "writing"])
 async def test_decode_is_killed_and_comes_back(cluster: Cluster, oracle: Oracle, path: str, when: str) -> None:

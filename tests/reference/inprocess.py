@@ -1,27 +1,55 @@
 """Two engines in one process: real ranks, offices, pools and copies; frames by a queue, writes by memmove.
 
-Nothing is injected: every message is what the other engine sent. Frames can be held back or dropped, writes can be slow
-or fail, so that faults meet the code that ships.
+Nothing is injected: every message is what the other engine sent. Frames can be dropped, writes can be slow or fail, so
+that faults meet the code that ships. Ranks and office of an engine talk as they do in production: on one thread where
+there is one rank, over their local sockets where there are more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+import zmq
+
+from pushkv.model.layout import Layout, View
+from pushkv.model.protocol import events as ev
+from pushkv.reference import opening
+from pushkv.reference.caches import Ranks, layouts_of
+from pushkv.reference.cpu_formats import CpuFormat, read_head_part
+from pushkv.reference.landing import Loading
+from pushkv.reference.ports import Address, BlockIds, EngineSetup
+from pushkv.reference.rank import Rank
+from pushkv.reference.settings import ConnectorSettings
 
 Link = tuple[str, int]
+
+LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
+HEADS, DIM = 2, 8
+BLOCKS = 48
+PATIENCE_S = 60.0
+
+
+class AttentionSpec(SimpleNamespace):
+    """vLLM's, as far as it is looked at: by its name and these fields."""
 
 
 class Exchange:
     """Where all channels meet. ``drop(frame)`` says which frames are lost."""
 
     def __init__(self) -> None:
-        self.boxes: dict[Link, deque[tuple[Link, bytes]]] = {}
+        self.channels: dict[Link, Channel] = {}
+        self.transports: dict[Link, MemoryTransport] = {}
         self.drop: Callable[[bytes], bool] = lambda frame: False
         self.sent = 0
 
@@ -31,39 +59,45 @@ class Channel:
 
     def __init__(self, exchange: Exchange, me: Link) -> None:
         self.exchange, self.me = exchange, me
-        exchange.boxes[me] = deque()
+        self.box: deque[tuple[Link, bytes]] = deque()
         self.counters: dict[str, int] = {}
+        self.poller = zmq.Poller()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.poller.register(self._bell, zmq.POLLIN)
+        exchange.channels[me] = self
 
-    def open(self, link: Link, host: str, port: int) -> None:
+    def open(self, link: Link, host: str, port: int) -> str:
         """Addresses mean nothing here."""
+        return ""
 
-    def close_link(self, link: Link) -> None:
-        """Nothing is kept per link."""
+    def replaced(self) -> list[Link]:
+        return []
 
     def send(self, link: Link, frame: bytes) -> bool:
         self.exchange.sent += 1
-        if self.exchange.drop(frame) or link not in self.exchange.boxes:
+        target = self.exchange.channels.get(link)
+        if target is None or self.exchange.drop(frame):
             return False
-        self.exchange.boxes[link].append((self.me, frame))
+        target.box.append((self.me, frame))
+        os.eventfd_write(target._bell, 1)
         return True
 
     def receive(self) -> list[tuple[Link, bytes]]:
-        box, frames = self.exchange.boxes[self.me], []
-        while box:
-            frames.append(box.popleft())
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        frames = []
+        while self.box:
+            frames.append(self.box.popleft())
         return frames
 
-    def sockets(self) -> list[Any]:
-        return []
-
     def close(self) -> None:
-        self.exchange.boxes.pop(self.me, None)
+        self.exchange.channels.pop(self.me, None)  # its bell stays open: another thread may be about to ring it
 
 
 class Transfer:
     """A write that copies when ``due``."""
 
-    def __init__(self, ranges: tuple[np.ndarray, np.ndarray, np.ndarray], due: float) -> None:
+    def __init__(self, ranges: tuple[Any, Any, Any], due: float) -> None:
         self.ranges, self.due = ranges, due
         self.state = "active"
 
@@ -71,11 +105,16 @@ class Transfer:
 class MemoryTransport:
     """Writes by memmove, ``delay_s`` after the post; ``fail`` names what goes wrong: ``""``, ``raise`` or ``break``."""
 
-    def __init__(self, delay_s: float = 0.0) -> None:
-        self.delay_s, self.fail = delay_s, ""
+    arrival = "completion"
+
+    def __init__(self) -> None:
+        self.delay_s, self.fail = 0.0, ""
         self.metadata = b"memory"
-        self.posted = self.descriptors = 0
+        self.posted = 0
         self.agents: set[str] = set()
+
+    def register(self, tensors: Iterable[Any]) -> None:
+        self.kept = list(tensors)
 
     def connect(self, metadata: bytes) -> str:
         name = f"agent-{len(self.agents)}"
@@ -92,7 +131,6 @@ class MemoryTransport:
             raise RuntimeError("post refused")
         assert agent in self.agents
         self.posted += 1
-        self.descriptors += len(length)
         write = Transfer((local, remote, length), time.monotonic() + self.delay_s)
         if self.fail == "break":
             write.state = "broken"
@@ -105,6 +143,9 @@ class MemoryTransport:
             write.state = "done"
         return write.state
 
+    def stop(self, write: Transfer) -> None:
+        """What has been posted cannot be stopped."""
+
     def release(self, write: Transfer) -> bool:
         return write.state != "active"
 
@@ -113,3 +154,195 @@ class MemoryTransport:
 
     def close(self) -> None:
         self.agents.clear()
+
+
+class Engine:
+    """One engine with ``tp`` ranks, opened as the connector opens it. ``cpu``: caches as a CPU's kernels keep them."""
+
+    def __init__(
+        self, exchange: Exchange, name: str, tp: int, folder: Path, *, block: int = 16, cpu: bool = False, **more: Any
+    ) -> None:
+        self.name, self.tp, self.block, self.trace = name, tp, block, folder / f"{name}.jsonl"
+        given = {"segment_bytes": 4096, "landing_bytes": 16 << 12, "staging_bytes": 16 << 12, "beat_s": 0.1}
+        settings = ConnectorSettings(**given | {"dead_peer_s": 20.0, "wait_s": 60.0} | more, trace_file=str(self.trace))
+        send = name.startswith("P")
+        address = ("127.0.0.1", 5600)
+        self.setup = EngineSetup(
+            settings, name, tp, 0, *address, "model", "float16", block, "0.32.0", send=send, receive=not send
+        )
+        self.address = Address(name, *address, tp)
+        self.ranks: list[Rank] = []
+        self.views: list[tuple[Layout, list[Any]]] = []
+        for rank in range(tp):
+            layout, regions = caches(name, tp, rank, block, cpu)
+            self.views.append((layout, regions))
+            self.ranks.append(opening.open_rank(self.setup, rank, layout, regions))
+        self.transports = [exchange.transports[name, rank] for rank in range(tp)]
+        cards = [rank.card for rank in self.ranks]
+        assert all(card is not None for card in cards)
+        self.office = opening.open_office(self.setup, cards, self.ranks[0] if tp == 1 else None)
+        self._news: list[ev.Record] = []
+
+    def until(self, kind: type[ev.Record], transfer_id: str) -> Any:
+        """The next news of this kind (``Fail``, too, ends the waiting) about ``transfer_id``."""
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            self._news += self.office.news()
+            for news in self._news:
+                if isinstance(news, (kind, ev.Fail)) and news.transfer_id == transfer_id:  # type: ignore[attr-defined]
+                    self._news.remove(news)
+                    return news
+            time.sleep(0.0005)
+        raise AssertionError(f"{self.name} is not told {kind.__name__} of {transfer_id}; it has heard {self._news}")
+
+    # ------------------------------------------------------------ a prefill
+
+    def prefill(self, transfer_id: str, tokens: int, blocks: BlockIds) -> None:
+        """Compute a prompt, and hold it."""
+        self.office.tell(ev.Hold(transfer_id, tokens))
+        self.office.command(ev.Computed(transfer_id, 0, False))
+        self.fill(transfer_id, tokens, blocks)
+        self.office.blocks(transfer_id, blocks)
+        self.office.command(ev.Computed(transfer_id, tokens, True))
+
+    def sent(self, transfer_id: str, blocks: BlockIds, tokens: int) -> bool:
+        """Wait until the blocks are free, and overwrite them; whether all was sent."""
+        self.until(ev.Release, transfer_id)
+        self.fill("somebody else", tokens, blocks)
+        return bool(self.until(ev.Finished, transfer_id).ok)
+
+    # ------------------------------------------------------------ a load
+
+    def load(self, transfer_id: str, peer: Engine, base: int, tokens: int, blocks: BlockIds, packed: bool) -> str:
+        """Load tokens [base, tokens); ``""`` when they are there, or why not."""
+        self.office.arrive(transfer_id, peer.address, tokens - base, tokens, packed)
+        if not packed:
+            told = self.until(ev.Admit, transfer_id)
+            if isinstance(told, ev.Fail):
+                return told.reason
+            self.office.blocks(transfer_id, blocks)
+            self.office.tell(ev.Allocated(transfer_id, transfer_id))
+        told = self.until(ev.Ready, transfer_id)
+        if isinstance(told, ev.Fail):
+            if not packed:
+                self.until(ev.Free, transfer_id)
+            return told.reason
+        if not packed:
+            self.office.tell(ev.Loaded(transfer_id))
+            return ""
+        loads: list[Loading] = [rank.scatter(transfer_id, blocks, base, tokens) for rank in self.ranks]
+        assert all(loading.wait(PATIENCE_S) for loading in loads), [loading.error for loading in loads]
+        return ""
+
+    # ------------------------------------------------------------ the cache
+
+    def fill(self, prompt: str, tokens: int, blocks: BlockIds) -> None:
+        for layout, regions in self.views:
+            for view in layout.views:
+                for head in range(view.head_start, view.head_stop):
+                    rows(layout, regions, view, head, blocks)[:tokens] = content(prompt, view, head)[:tokens]
+
+    def check(self, prompt: str, base: int, tokens: int, blocks: BlockIds) -> None:
+        """Every token of every layer, part and head of every rank."""
+        for layout, regions in self.views:
+            assert {view.layer for view in layout.views} == set(LAYERS)
+            for view in layout.views:
+                for head in range(view.head_start, view.head_stop):
+                    found = rows(layout, regions, view, head, blocks)[base:tokens]
+                    wanted = content(prompt, view, head)[base:tokens]
+                    assert np.array_equal(found, wanted), f"{self.name} rank {layout.rank} {view.key} head {head}"
+
+    # ------------------------------------------------------------ the end
+
+    def emptied(self) -> None:
+        """Fail unless nothing is left of any transfer."""
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            left = self._left()
+            if not left:
+                return
+            time.sleep(0.002)
+        raise AssertionError(f"{self.name} keeps {left}")
+
+    def _left(self) -> dict[str, Any]:
+        ledger = self.office.ledger
+        found: dict[str, Any] = {
+            "open": sum(ledger.open()),
+            "quarantined": ledger.quarantined(),
+            "segments": ledger.segments - ledger.landing_free,
+            "words": len(self.office._tables) + len(self.office._loaded),
+        }
+        for rank in self.ranks:
+            staging = rank.sending.staging
+            found |= {f"{rank.number} {key}": value for key, value in rank.landing.sizes().items()}
+            found[f"{rank.number} totals"] = len(rank.landing.totals)
+            found[f"{rank.number} prompts"] = len(rank.sending.prompts)
+            found[f"{rank.number} writes"] = rank.sending.writes_open
+            found[f"{rank.number} staging"] = staging.count - staging.free
+            found[f"{rank.number} counters"] = {
+                key: count for key, count in rank.counters.items() if key in ("failed turn", "failed action")
+            }
+        return {key: value for key, value in found.items() if value}
+
+    def traces(self) -> list[Path]:
+        return sorted(self.trace.parent.glob(f"{self.name}.jsonl*"))
+
+    def stop(self) -> None:
+        self.office.stop(1.0)
+        for rank in self.ranks:
+            rank.stop(1.0)
+
+
+def play(monkeypatch: pytest.MonkeyPatch) -> Exchange:
+    """From here on ranks are opened on the exchange."""
+    exchange = Exchange()
+
+    def transport(name: str, backend: str) -> MemoryTransport:
+        engine, rank, _ = name.split(".")
+        return exchange.transports.setdefault((engine, int(rank)), MemoryTransport())
+
+    monkeypatch.setattr(opening, "SideChannel", lambda me, *address: Channel(exchange, me))
+    monkeypatch.setattr(opening, "Transport", transport)
+    return exchange
+
+
+def caches(name: str, tp: int, rank: int, block: int, cpu: bool) -> tuple[Layout, list[Any]]:
+    """The cache of one rank, as vLLM registers it: (block, head, token, K then V)."""
+    import torch
+
+    heads = max(1, HEADS // tp)
+    tensors = {layer: torch.zeros(BLOCKS, heads, block, 2 * DIM, dtype=torch.int16) for layer in LAYERS}
+    spec = AttentionSpec(block_size=block, num_kv_heads=heads, head_size=DIM, dtype=torch.int16)
+    group = SimpleNamespace(layer_names=list(LAYERS), kv_cache_spec=spec)
+    config = SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[group])
+    form = CpuFormat("vec", block) if cpu else None
+    return layouts_of(tensors, config, name=name, ranks=Ranks(tp, rank, HEADS), cpu=form)
+
+
+def rows(layout: Layout, regions: list[Any], view: View, head: int, blocks: BlockIds) -> Any:
+    """(token, byte) of what ``blocks`` hold of one head, as the layout says: reads and writes go to the cache."""
+    ids = np.asarray(blocks[view.group])
+    at = view.offset_bytes + (head - view.head_start) * view.head_stride
+    region = regions[view.region].numpy()
+    tokens = np.arange(len(ids) * view.block_tokens)
+    start = at + ids[tokens // view.block_tokens] * view.block_stride + tokens % view.block_tokens * view.token_stride
+    return _Rows(region, start[:, None] + np.arange(view.row_bytes))
+
+
+class _Rows:
+    def __init__(self, region: Any, index: Any) -> None:
+        self.region, self.index = region, index
+
+    def __getitem__(self, tokens: slice) -> Any:
+        return self.region[self.index[tokens]]
+
+    def __setitem__(self, tokens: slice, values: Any) -> None:
+        self.region[self.index[tokens]] = values
+
+
+def content(prompt: str, view: View, head: int) -> Any:
+    """(token, byte): what ``prompt`` has there in every engine, by layer, part and number of the head in the model."""
+    named = read_head_part(view.part)
+    what = (view.layer, *named[:2], head) if named else (view.layer, view.part, head)
+    seed = zlib.crc32(repr((prompt, what)).encode())
+    return np.random.default_rng(seed).integers(1, 256, (BLOCKS * 16, view.row_bytes), np.uint8)

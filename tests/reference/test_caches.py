@@ -11,7 +11,7 @@ import pytest
 
 from pushkv.model.layout import GroupKind, Layout, View, block_table, pair
 from pushkv.reference.caches import Ranks, layouts_of
-from pushkv.reference.cpu_formats import CpuFormat
+from pushkv.reference.cpu_formats import CpuFormat, head_part
 from pushkv.reference.specs import CacheError
 from pushkv.reference.worker import bytes_per_token
 
@@ -280,7 +280,7 @@ def test_cpu_k_is_transposed() -> None:
     tensor = filled(B, H, N, 2 * D)
     layout, regions = one(tensor, cpu=CpuFormat("vec", N))
     for head in range(H):
-        view = the_view(layout, "a", f"k{head}")
+        view = the_view(layout, "a", head_part("k", head, H))
         for block in range(B):
             k = cpu_slab(tensor, block, head)[: N * D].reshape(D, N)
             for element in range(D):

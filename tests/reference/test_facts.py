@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pushkv.model.layout import AXES, GroupKind, Layout, combine, dense_layout, pair
+from pushkv.reference.cpu_formats import head_part, read_head_part
 from pushkv.reference.evidence import Process
 from pushkv.reference.facts import (
     MAX_FACTS_BYTES,
@@ -24,6 +25,7 @@ from pushkv.reference.facts import (
     refusal,
     siblings,
 )
+from pushkv.reference.fellow import Fellow
 
 LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(64)]
 
@@ -201,6 +203,53 @@ def test_siblings_are_the_other_ranks(tp: int) -> None:
 def test_latent_is_replicated() -> None:
     mla = [layout(4, rank, parts=("latent",), kv_heads=1, axes="BNH") for rank in range(4)]
     assert siblings(facts(4, 2, of=mla[2])) == tuple(mla)
+
+
+def of_a_cpu(tp: int, rank: int) -> Layout:
+    """Each head's K is a part of its own, named by its number in the model; the heads of V are heads."""
+    dense = layout(tp, rank, axes="hnd_apart")
+    views = []
+    for view in dense.views:
+        if view.part == "v":
+            views.append(view)
+            continue
+        for head in range(view.head_start, view.head_stop):
+            offset = (head - view.head_start) * view.head_stride
+            elements = {"head_dim": 1, "kv_heads": 128, "head_start": 0, "head_stop": 128}
+            strides = {"head_stride": 16 * 2, "token_stride": 2}
+            views.append(replace(view, part=head_part("k", head, 8), offset_bytes=offset, **elements, **strides))
+    return replace(dense, views=tuple(views))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8, 16])
+def test_siblings_whose_parts_are_named_by_heads(tp: int) -> None:
+    expected = tuple(of_a_cpu(tp, rank) for rank in range(tp))
+    for rank in range(tp):
+        assert siblings(facts(tp, rank, of=of_a_cpu(tp, rank))) == expected
+    assert not refusal(facts(tp, 0, of=of_a_cpu(tp, 0)), facts(2, 1, engine_id="D", of=of_a_cpu(2, 1)))
+
+
+def test_a_part_of_somebody_elses_head() -> None:
+    with pytest.raises(FactsError, match=r"rank 0 of 2 holds head 4 of 8 of layer .* not its share"):
+        siblings(facts(2, 0, of=replace(of_a_cpu(2, 1), rank=0)))
+
+
+@pytest.mark.parametrize("name", ["k", "k/8", "k3/", "k3/0", "K3/8", "k3/8 ", "3/8", "k-1/8", "k3/123456", "k\u0663/8"])
+def test_names_that_name_no_head(name: str) -> None:
+    assert read_head_part(name) is None
+
+
+@pytest.mark.parametrize(("me", "them"), [((1, 0), (2, 1)), ((2, 1), (1, 0)), ((2, 0), (4, 1)), ((16, 4), (2, 0))])
+def test_a_fellow_gets_what_its_rank_holds(me: tuple[int, int], them: tuple[int, int]) -> None:
+    """What the sender holds for the receiver's siblings is left out, and both sides come to the same shard."""
+    for make in (of_a_cpu, layout):
+        p = facts(*me, of=make(*me), role="prefill")
+        d = facts(*them, engine_id="D", of=make(*them), role="decode")
+        there, here = Fellow(1, p, d).outgoing, Fellow(1, d, p).incoming
+        assert there is not None and here is not None
+        assert (there.src_rank, there.dst_rank, there.token_bytes) == (here.src_rank, here.dst_rank, here.token_bytes)
+        heads = 8 // max(me[0], them[0]) or 1
+        assert here.token_bytes == 2 * 2 * heads * 128 * 2
 
 
 def test_stages_are_compared_where_they_meet() -> None:

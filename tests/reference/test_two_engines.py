@@ -1,0 +1,133 @@
+"""Prompts from engine to engine with their real ranks and offices, for every combination of ranks: the bytes are right,
+and nothing is left, whatever is lost or fails; what the traces tell can be played again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pushkv.reference import trace
+
+from .inprocess import BLOCKS, Engine, Exchange, play
+
+pytest.importorskip("torch", reason="the caches are torch tensors")
+
+Pair = tuple[Engine, Engine]
+Make = Callable[..., Pair]
+LENGTHS = (1, 16, 33, 200)
+
+
+@pytest.fixture
+def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
+    return play(monkeypatch)
+
+
+@pytest.fixture
+def pair(exchange: Exchange, tmp_path: Path) -> Iterator[Make]:
+    """Makes P and D with so many ranks; at the end their traces are played again."""
+    made: list[Engine] = []
+
+    def make(p_tp: int, d_tp: int, *, cpu: bool = False, **more: object) -> Pair:
+        blocks = {} if cpu else {"block": 32}
+        made.append(Engine(exchange, "P", p_tp, tmp_path, cpu=cpu, **more))
+        made.append(Engine(exchange, "D", d_tp, tmp_path, cpu=cpu, **blocks, **more))
+        return made[0], made[1]
+
+    yield make
+    for engine in made:
+        engine.stop()
+        assert not any(rank.alive for rank in engine.ranks)
+    for path in [path for engine in made for path in engine.traces()]:
+        told, expected = trace.replay(path)
+        assert told == expected
+
+
+class Hosts:
+    """Hands out blocks, in no order."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+
+    def blocks(self, engine: Engine, tokens: int) -> tuple[list[int]]:
+        return (self.dice.sample(range(1, BLOCKS), -(-tokens // engine.block)),)
+
+
+def hand_over(pair: Pair, tid: str, tokens: int, packed: bool, base: int = 0) -> tuple[str, bool]:
+    """(why D does not have it, whether P has sent it); what D has is right."""
+    p, d = pair
+    hosts = Hosts(tokens)
+    source, target = hosts.blocks(p, tokens), hosts.blocks(d, tokens)
+    p.prefill(tid, tokens, source)
+    d.fill("before", base, target)
+    reason = d.load(tid, p, base, tokens, target, packed)
+    if not reason:
+        d.check(tid, base, tokens, target)
+        d.check("before", 0, base, target)
+    return reason, p.sent(tid, source, tokens)
+
+
+@pytest.mark.parametrize("cpu", [False, True], ids=["rows", "cpu"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "direct"])
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 2)])
+def test_lengths(pair: Make, p_tp: int, d_tp: int, packed: bool, cpu: bool) -> None:
+    """Also with more ranks than the two heads: each is then in several ranks, of which one sends it."""
+    both = pair(p_tp, d_tp, cpu=cpu)
+    for tokens in LENGTHS:
+        assert hand_over(both, f"r{tokens}", tokens, packed) == ("", True)
+    assert hand_over(both, "tail", 150, packed, base=64) == ("", True)
+    for engine in both:
+        engine.emptied()
+
+
+TWO = [(2, 1), (1, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "direct"])
+@pytest.mark.parametrize(("p_tp", "d_tp"), TWO)
+def test_lost_frames(pair: Make, exchange: Exchange, p_tp: int, d_tp: int, packed: bool) -> None:
+    """A third of all frames is lost: it takes longer, no more."""
+    both = pair(p_tp, d_tp, cpu=True)
+    assert hand_over(both, "warm", 40, packed) == ("", True)
+    dice = random.Random(10 * p_tp + d_tp)
+    exchange.drop = lambda frame: dice.random() < 0.33
+    for number in range(4):
+        assert hand_over(both, f"r{number}", 50 + 30 * number, packed) == ("", True)
+    for engine in both:
+        engine.emptied()
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "direct"])
+@pytest.mark.parametrize("fault", ["raise", "break"])
+@pytest.mark.parametrize(("p_tp", "d_tp"), TWO)
+def test_writes_that_fail(pair: Make, p_tp: int, d_tp: int, fault: str, packed: bool) -> None:
+    """One rank of P cannot write: both sides are told, once, everything comes back, and the next prompt is right."""
+    both = pair(p_tp, d_tp)
+    assert hand_over(both, "warm", 40, packed) == ("", True)
+    broken = both[0].transports[-1]
+    broken.fail = fault
+    for number in range(2):
+        reason, sent = hand_over(both, f"bad{number}", 100, packed)
+        assert reason and not sent
+    broken.fail = ""
+    for engine in both:
+        engine.emptied()
+    assert hand_over(both, "good", 100, packed) == ("", True)
+    for engine in both:
+        engine.emptied()
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "direct"])
+@pytest.mark.parametrize(("p_tp", "d_tp"), TWO)
+def test_slow_writes(pair: Make, p_tp: int, d_tp: int, packed: bool) -> None:
+    """The source stays until the last rank has written: P overwrites it as soon as it is told that it may."""
+    both = pair(p_tp, d_tp)
+    for number, slow in enumerate(both[0].transports):
+        slow.delay_s = 0.05 * (1 + number)
+    for number in range(2):
+        assert hand_over(both, f"slow{number}", 120, packed) == ("", True)
+    for engine in both:
+        engine.emptied()
