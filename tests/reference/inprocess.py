@@ -164,7 +164,7 @@ class Engine:
     ) -> None:
         self.name, self.tp, self.block, self.trace = name, tp, block, folder / f"{name}.jsonl"
         given = {"segment_bytes": 4096, "landing_bytes": 16 << 12, "staging_bytes": 16 << 12, "beat_s": 0.1}
-        settings = ConnectorSettings(**given | {"dead_peer_s": 20.0, "wait_s": 60.0} | more, trace_file=str(self.trace))
+        settings = ConnectorSettings(**given | {"dead_peer_s": 20.0, "wait_s": 60.0} | more, trace=str(self.trace))
         send = name.startswith("P")
         address = ("127.0.0.1", 5600)
         self.setup = EngineSetup(
