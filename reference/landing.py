@@ -215,8 +215,8 @@ class Landing:
         elif isinstance(report, ev.Broken):
             cancelled = report.reason in ("cancelled", "aborted", GAVE_WAY)
             self.rank.count("transfers_cancelled" if cancelled else f"transfers_failed:{label(report.reason)}")
-        elif isinstance(report, ev.Settled):
-            self.forget(report.transfer_id)
+        elif isinstance(report, ev.Settled) and report.transfer_id in self.inbound:
+            self._drop_attempts(self.inbound[report.transfer_id])  # the office says when it is over on every rank
 
     def forget(self, transfer_id: str) -> None:
         """What has landed (or will not) is not needed any more."""

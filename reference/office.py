@@ -206,7 +206,7 @@ class Office:
             event = ev.Allocated(event.transfer_id, (0, self._tables.pop(event.transfer_id, ())))
         self._step(event, now)
         if isinstance(event, (ev.Loaded, ev.Aborted)):
-            self._all(Forget(event.transfer_id))
+            self._over(event.transfer_id)
 
     def report(self, rank: int, report: object, now: float) -> None:
         """``rank`` reports to the ledger."""
@@ -219,6 +219,13 @@ class Office:
         else:
             assert isinstance(report, ev.Record)
             self._step(ev.FromRank(rank, report), now)
+            if isinstance(report, (ev.Landed, ev.Broken, ev.Settled)):
+                self._over(report.transfer_id)
+
+    def _over(self, transfer_id: str) -> None:
+        """The ranks need not remember what the books have closed: one may have its bytes while another has failed."""
+        if not self.ledger.expects(transfer_id):
+            self._all(Forget(transfer_id))
 
     def _arrive(self, word: _Arrival, now: float) -> None:
         transfer_id, peer, tokens, packed = word.transfer_id, word.peer, word.tokens, word.packed
@@ -237,6 +244,7 @@ class Office:
         fanout = max(1, self.ranks // peer.tp_size)
         segments = self._segments(tokens, len(rows[0])) if packed else 0
         self._step(ev.Arrived(transfer_id, peer.engine_id, tuple(rows), tokens, packed, segments, fanout), now)
+        self._over(transfer_id)
 
     def _segments(self, tokens: int, links: int) -> int:
         return -(-self._landing_bytes(tokens, links) // self._segment_bytes) if tokens else 0

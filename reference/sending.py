@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from pushkv.model.layout import BlockTable, LayoutError, Part, Shard, block_table, plan, plan_gather
+from pushkv.model.layout import BlockTable, Part, Shard, block_table, plan, plan_gather
 from pushkv.model.protocol import events as ev
 from pushkv.reference.grants import GrantError, notice_of, part_offset, read_blocks, read_segments
 from pushkv.reference.metric_names import label
@@ -193,7 +193,9 @@ class Sending:
         fellow = self._fellow(action.link)
         prompt = self.prompts[action.transfer_id]
         prompt.packed = True
-        shard, part = self._part(fellow, prompt, action.handle, action.start, action.stop)
+        if fellow.outgoing is None:
+            return Staged(prompt, None, None, 0)
+        shard, part = self._part(fellow.outgoing, prompt, action.handle, action.start, action.stop)
         staged = Staged(prompt, shard, part, shard.part_bytes(part))
         if staged.size:
             need = -(-staged.size // self.staging.segment_bytes)
@@ -211,11 +213,9 @@ class Sending:
                 raise
         return staged
 
-    def _part(self, fellow: Fellow, prompt: Prompt, handle: int, start: int, stop: int) -> tuple[Shard, Part]:
-        if fellow.outgoing is None:
-            raise LayoutError("this rank holds nothing of what that one needs")
+    def _part(self, shard: Shard, prompt: Prompt, handle: int, start: int, stop: int) -> tuple[Shard, Part]:
         _, _, first = self.rank.endpoint.sender.about(handle)
-        return fellow.outgoing, Part(start, stop, first, stop == prompt.tokens)
+        return shard, Part(start, stop, first, stop == prompt.tokens)
 
     def _fellow(self, link: ev.Link) -> Fellow:
         fellow = self.rank.fellows.get(link)
@@ -275,8 +275,10 @@ class Sending:
 
     def _packed_spans(self, action: ev.Post, fellow: Fellow) -> Spans:
         staged, there = self._staged[action.handle], fellow.facts.landing
-        if staged.shard is None or staged.part is None:
+        if staged.prompt is None:
             raise GrantError("its gather failed")
+        if staged.shard is None or staged.part is None:
+            return NOTHING  # a sibling holds the same heads and writes them
         offset = part_offset(staged.shard, staged.part)
         offset, segments = read_segments(action.memory, there.count, there.segment_bytes, offset, staged.size)
         if not staged.size:
@@ -286,7 +288,9 @@ class Sending:
         return cross(source, target, DESCRIPTOR_BYTES)
 
     def _direct_spans(self, action: ev.Post, fellow: Fellow, prompt: Prompt) -> Spans:
-        shard, part = self._part(fellow, prompt, action.handle, action.start, action.stop)
+        if fellow.outgoing is None:
+            return NOTHING
+        shard, part = self._part(fellow.outgoing, prompt, action.handle, action.start, action.stop)
         first, tables = read_blocks(action.memory, len(shard.dst_groups))
         found = plan(shard, prompt.source(), [block_table(ids, first) for ids in tables], part).spans()
         here, there = self.rank.bases, fellow.bases

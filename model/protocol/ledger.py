@@ -136,6 +136,10 @@ class Ledger:
         """Transfers with a verdict whose memory is not settled, of ``peer`` or of all."""
         return sum(self._quarantine.values()) if peer is None else self._quarantine.get(peer, 0)
 
+    def expects(self, transfer_id: str) -> bool:
+        """Whether the books hold an incoming ``transfer_id``: without a verdict, or its memory is not settled."""
+        return transfer_id in self._in
+
     def open(self) -> tuple[int, int]:
         """How many incoming and outgoing transfers the books hold."""
         return len(self._in), len(self._out)

@@ -37,7 +37,7 @@ Link = tuple[str, int]
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 HEADS, DIM = 2, 8
 BLOCKS = 48
-PATIENCE_S = 60.0
+PATIENCE_S = 30.0
 
 
 class AttentionSpec(SimpleNamespace):
@@ -201,6 +201,10 @@ class Engine:
         """Compute a prompt, and hold it."""
         self.office.tell(ev.Hold(transfer_id, tokens))
         self.office.command(ev.Computed(transfer_id, 0, False))
+        self.compute(transfer_id, tokens, blocks)
+
+    def compute(self, transfer_id: str, tokens: int, blocks: BlockIds) -> None:
+        """The end of a prefill."""
         self.fill(transfer_id, tokens, blocks)
         self.office.blocks(transfer_id, blocks)
         self.office.command(ev.Computed(transfer_id, tokens, True))
@@ -222,14 +226,19 @@ class Engine:
                 return told.reason
             self.office.blocks(transfer_id, blocks)
             self.office.tell(ev.Allocated(transfer_id, transfer_id))
-        told = self.until(ev.Ready, transfer_id)
-        if isinstance(told, ev.Fail):
-            if not packed:
+            told = self.until(ev.Ready, transfer_id)
+            if isinstance(told, ev.Fail):
                 self.until(ev.Free, transfer_id)
-            return told.reason
-        if not packed:
+                return told.reason
             self.office.tell(ev.Loaded(transfer_id))
             return ""
+        return self.scatter(transfer_id, base, tokens, blocks)
+
+    def scatter(self, transfer_id: str, base: int, tokens: int, blocks: BlockIds) -> str:
+        """Wait until a packed transfer has landed, and load it; ``""``, or why it has not."""
+        told = self.until(ev.Ready, transfer_id)
+        if isinstance(told, ev.Fail):
+            return told.reason
         loads: list[Loading] = [rank.scatter(transfer_id, blocks, base, tokens) for rank in self.ranks]
         assert all(loading.wait(PATIENCE_S) for loading in loads), [loading.error for loading in loads]
         return ""
