@@ -48,7 +48,8 @@ async def test_prefill_is_killed_where_one_side_has_two_ranks(
     cluster: Cluster, oracle: Oracle, path: str, p_tp: int, d_tp: int
 ) -> None:
     """Every rank of D has its own evidence of every rank of P; the verdict is one."""
-    pair = await faulty_pair(cluster, path, p={"tp": p_tp}, d={"tp": d_tp})
+    calm = {"dead_peer_s": 10.0, "orphan_s": 12.0}  # five processes and more: one may stand still for seconds
+    pair = await faulty_pair(cluster, path, calm, p={"tp": p_tp}, d={"tp": d_tp})
     prompt, tid = words(300, 63), fresh()
     async with (
         Client() as client,
