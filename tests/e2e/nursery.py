@@ -145,8 +145,11 @@ def _become_server(order: Mapping[str, object]) -> int:
 
 
 def main() -> None:
-    """Import, then fork for every line, until the other end of stdin closes."""
-    die_with_parent()
+    """Import, then fork for every line, until the other end of stdin closes.
+
+    That it closes is how it learns of its parent's end: a death signal would come with the end of the *thread* that
+    started it, which may be one of a test's.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # dead servers leave no zombies
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
