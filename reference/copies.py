@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pushkv.model.layout import Plan
+from pushkv.model.layout import Plan, Template
 
 if TYPE_CHECKING:
     import torch
@@ -131,15 +131,7 @@ class Copier:
         if len(segments) and (int(segments.min()) < 0 or int(segments.max()) >= most):
             raise CopyError(f"segments {int(segments.min())} to {int(segments.max())} of a pool of {most}")
         for template in plan.templates:
-            sides = (template.src_region, template.src_base), (template.dst_region, template.dst_base)
-            (region, base), (_, packed_base) = sides if gather else sides[::-1]
-            cache, packed = (template.src_run, template.dst_run)[:: 1 if gather else -1]
-            for loop in template.loops:
-                step = np.arange(loop.extent, dtype=np.int64)
-                strides = (loop.src_stride, loop.dst_stride)[:: 1 if gather else -1]
-                cache = (step[:, None] * strides[0] + cache).ravel()
-                packed = (step[:, None] * strides[1] + packed).ravel()
-            length = np.tile(template.length, len(cache) // max(1, len(template.length)))
+            region, base, packed_base, cache, packed, length = runs_of(template, gather=gather)
             for each in np.unique(region).tolist():
                 mine = np.flatnonzero(region == each)
                 yield from self._cut(
@@ -161,14 +153,7 @@ class Copier:
             raise CopyError(f"the plan ends at byte {int((cache + length).max())} of region {region}")
         if int((packed + length).max()) > len(segments) * size:
             raise CopyError(f"{int((packed + length).max())} packed bytes in {len(segments)} segments of {size} bytes")
-        first = packed // size
-        pieces = (packed + length - 1) // size - first + 1
-        if int(pieces.max()) > 1:
-            of = np.repeat(np.arange(len(length)), pieces)
-            nth = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-            begin = np.maximum(packed[of], (first[of] + nth) * size)
-            end = np.minimum(packed[of] + length[of], (first[of] + nth + 1) * size)
-            cache, packed, length = cache[of] + begin - packed[of], begin, end - begin
+        cache, packed, length = cut_at_segments(cache, packed, length, size)
         pool = segments[packed // size] * size + packed % size
         common = int(np.gcd.reduce(length))
         if common >= _FINE_BYTES or int(length.sum()) // common <= _FEW_ROWS:
@@ -238,6 +223,40 @@ class Copier:
         whole = flat[: len(flat) - len(flat) % width].view(dtype)
         count = (len(whole) * width - row) // unit + 1
         return whole.as_strided((count, row // width), (unit // width, 1), whole.storage_offset())
+
+
+def runs_of(template: Template, *, gather: bool) -> tuple[Longs, Longs, Longs, Longs, Longs, Longs]:
+    """(region, cache origin, packed origin) of each origin of ``template``, and the runs that all of them have, loops
+    multiplied out: (cache offset, packed offset, length).
+    """
+    sides = (template.src_region, template.src_base), (template.dst_region, template.dst_base)
+    (region, origin), (_, packed_origin) = sides if gather else sides[::-1]
+    cache, packed = (template.src_run, template.dst_run)[:: 1 if gather else -1]
+    for loop in template.loops:
+        step = np.arange(loop.extent, dtype=np.int64)[:, None]
+        strides = (loop.src_stride, loop.dst_stride)[:: 1 if gather else -1]
+        cache, packed = (step * strides[0] + cache).ravel(), (step * strides[1] + packed).ravel()
+    return (
+        region,
+        origin,
+        packed_origin,
+        cache,
+        packed,
+        np.tile(template.length, len(cache) // max(1, len(template.length))),
+    )
+
+
+def cut_at_segments(cache: Longs, packed: Longs, length: Longs, segment_bytes: int) -> tuple[Longs, Longs, Longs]:
+    """The same spans, cut where their packed bytes pass from one segment to the next."""
+    first = packed // segment_bytes
+    pieces = (packed + length - 1) // segment_bytes - first + 1
+    if int(pieces.max()) == 1:
+        return cache, packed, length
+    of = np.repeat(np.arange(len(length)), pieces)
+    number = first[of] + np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begin = np.maximum(packed[of], number * segment_bytes)
+    end = np.minimum(packed[of] + length[of], (number + 1) * segment_bytes)
+    return cache[of] + begin - packed[of], begin, end - begin
 
 
 def _rows(region: int, row: int, cache: Longs, pool: Longs, length: Longs) -> _Step:

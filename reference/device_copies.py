@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pushkv.model.layout import Plan
-from pushkv.reference.copies import Copier, Copy, CopyError
+from pushkv.reference.copies import Copier, Copy, CopyError, cut_at_segments, runs_of
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,6 @@ __all__ = ["DeviceCopier", "copier", "rows_of"]
 
 Longs = npt.NDArray[np.int64]
 
-_TILE = 1024  # words that one program moves at a time
 _WORDS = (8, 4, 2, 1)
 
 
@@ -104,23 +103,16 @@ def rows_of(
     if len(ids) and (int(ids.min()) < 0 or (int(ids.max()) + 1) * segment_bytes > total):
         raise CopyError(f"segments {int(ids.min())} to {int(ids.max())} of a pool of {total // segment_bytes}")
     for template in plan.templates:
-        sides = ((template.src_region, template.src_base), (template.dst_region, template.dst_base))
-        (region, origin), (_, packed_origin) = sides if gather else sides[::-1]
-        cache, packed = (template.src_run, template.dst_run)[:: 1 if gather else -1]
-        for loop in template.loops:
-            step = np.arange(loop.extent, dtype=np.int64)[:, None]
-            strides = (loop.src_stride, loop.dst_stride)[:: 1 if gather else -1]
-            cache, packed = (step * strides[0] + cache).ravel(), (step * strides[1] + packed).ravel()
+        region, origin, packed_origin, cache, packed, length = runs_of(template, gather=gather)
         if not len(cache) or not len(region):
             continue
-        length = np.tile(template.length, len(cache) // len(template.length))
         _check(region, origin, cache, length, sizes)
         cache = ((bases[region] + origin)[:, None] + cache).ravel()
         packed = (packed_origin[:, None] + packed).ravel() + offset
         length = np.tile(length, len(region))
         if int(packed.min()) < 0 or int((packed + length).max()) > len(ids) * segment_bytes:
             raise CopyError(f"packed bytes outside {len(ids)} segments of {segment_bytes} bytes")
-        cache, packed, length = _cut(cache, packed, length, segment_bytes)
+        cache, packed, length = cut_at_segments(cache, packed, length, segment_bytes)
         place = base + ids[packed // segment_bytes] * segment_bytes + packed % segment_bytes
         source, target = (cache, place) if gather else (place, cache)
         yield from _batches(source, target, length)
@@ -132,19 +124,6 @@ def _check(region: Longs, origin: Longs, cache: Longs, length: Longs, sizes: Lon
         raise CopyError(f"the plan means region {int(region.max())} of {len(sizes)}")
     if int((origin + cache.min()).min()) < 0 or bool((origin + int((cache + length).max()) > sizes[region]).any()):
         raise CopyError("the plan leaves a region of the cache")
-
-
-def _cut(cache: Longs, packed: Longs, length: Longs, segment_bytes: int) -> tuple[Longs, Longs, Longs]:
-    """The same spans, cut where their packed bytes pass from one segment to the next."""
-    first = packed // segment_bytes
-    pieces = (packed + length - 1) // segment_bytes - first + 1
-    if int(pieces.max()) == 1:
-        return cache, packed, length
-    of = np.repeat(np.arange(len(length)), pieces)
-    number = first[of] + np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    begin = np.maximum(packed[of], number * segment_bytes)
-    end = np.minimum(packed[of] + length[of], (number + 1) * segment_bytes)
-    return cache[of] + begin - packed[of], begin, end - begin
 
 
 def _batches(source: Longs, target: Longs, length: Longs) -> Iterator[Rows]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import ipaddress
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pushkv.model.protocol import Settings
+from pushkv.reference.addresses import is_loopback
 
 PREFIX = "PUSHKV_"
 BACKENDS = ("UCX", "LIBFABRIC")
@@ -188,7 +188,7 @@ class ConnectorSettings:
                 raise SettingsError(
                     f"{name} is {size}: it must hold at least one segment (segment_bytes is {self.segment_bytes})."
                 )
-        if self.secret is None and not _loopback(self.host):
+        if self.secret is None and not is_loopback(self.host):
             raise SettingsError(
                 f"host is {self.host!r} and secret is not set: other machines could write into this cache; "
                 f"set {PREFIX}SECRET to the same text on every engine, or host to 127.0.0.1."
@@ -248,15 +248,6 @@ class ConnectorSettings:
                 if f.metadata["protocol"]:
                     sentence = re.sub(rf"\b{f.metadata['protocol']}\b", f.name, sentence)
             raise SettingsError(f"{sentence}.") from None
-
-
-def _loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def table() -> str:

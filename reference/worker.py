@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from pushkv.model.layout import GroupKind, Layout
+from pushkv.model.layout import Layout
 from pushkv.reference.caches import Ranks, layouts_of
 from pushkv.reference.cpu_formats import CpuFormat
 from pushkv.reference.memory import free_and_margin, sizes
@@ -92,12 +92,3 @@ class WorkerSide:
         if self.rank is not None:
             self.rank.stop(drain_s)
             self.rank = None
-
-
-def bytes_per_token(layout: Layout) -> int:
-    """Of one rank, over all layers of its full-attention groups."""
-    return sum(
-        view.row_bytes * (view.head_stop - view.head_start)
-        for view in layout.views
-        if layout.groups[view.group].kind is GroupKind.FULL
-    )

@@ -23,7 +23,7 @@ from ._axes import AXES, combine, dense_layout, head_range
 from ._errors import BlockError, LayoutError, PairingError, RangeError, TooManySpans
 from ._packed import plan_gather, plan_scatter
 from ._pair import Shard, pair
-from ._plan import DEFAULT_SPAN_LIMIT, Plan, Spans, count_spans, plan, plan_tail
+from ._plan import DEFAULT_SPAN_LIMIT, Plan, Spans, Template, count_spans, plan, plan_tail
 from ._records import BlockTable, Group, GroupKind, Layout, Part, View, block_table
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "RangeError",
     "Shard",
     "Spans",
+    "Template",
     "TooManySpans",
     "View",
     "block_table",

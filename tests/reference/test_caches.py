@@ -12,8 +12,8 @@ import pytest
 from pushkv.model.layout import GroupKind, Layout, View, block_table, pair
 from pushkv.reference.caches import Ranks, layouts_of
 from pushkv.reference.cpu_formats import CpuFormat, head_part
+from pushkv.reference.grants import token_bytes
 from pushkv.reference.specs import CacheError
-from pushkv.reference.worker import bytes_per_token
 
 torch = pytest.importorskip("torch")
 
@@ -104,7 +104,7 @@ def test_k_and_v_side_by_side(order: tuple[int, ...]) -> None:
     assert len(regions) == 1
     agrees(layout, regions, "a", "k", lambda b, h, t: tensor[b, h, t, :D])
     agrees(layout, regions, "a", "v", lambda b, h, t: tensor[b, h, t, D:])
-    assert bytes_per_token(layout) == 2 * H * D * 2
+    assert token_bytes(layout) == 2 * H * D * 2
 
 
 def test_v_of_another_size_than_k() -> None:
@@ -290,7 +290,7 @@ def test_cpu_k_is_transposed() -> None:
         layout, regions, "a", "v",
         lambda b, h, t: cpu_slab(tensor, b, h)[N * D :].reshape(N, D)[t],
     )  # fmt: skip
-    assert bytes_per_token(layout) == 2 * H * D * 2
+    assert token_bytes(layout) == 2 * H * D * 2
 
 
 @pytest.mark.parametrize("isa", ["amx", "", "vec"])
