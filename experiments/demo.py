@@ -221,8 +221,8 @@ def main() -> int:
     print(
         textwrap.fill(
             "meas.: measured; pred.: predicted; pushkv: the same arrivals, predicted (measured apart:"
-            " experiments/gpu_handover). Fitted: constants were fitted to this row. Noise: how far two runs of one measurement lie apart in mean TTFT."
-            " All checks: .venv/bin/pushkv validate.",
+            " experiments/gpu_handover). Fitted: constants were fitted to this row. Noise: how far two"
+            " runs of one measurement lie apart in mean TTFT. All checks: .venv/bin/pushkv validate.",
             report.WIDTH,
         )
     )
