@@ -34,10 +34,16 @@ class Open(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """To a rank: the blocks that hold the source of ``transfer_id``, from its first token on."""
+    """To a rank: the blocks that hold the source of ``transfer_id``, from its first token on.
+
+    ``step`` 0: all of it, and they are held. Else its first ``tokens`` tokens, once the engine's step ``step`` is done;
+    the list may grow.
+    """
 
     transfer_id: str
     blocks: BlockIds
+    tokens: int = 0
+    step: int = 0
 
 
 def feeders(rank: int, ranks: int, peer_tp: int, peer_pp: int = 1) -> tuple[int, ...]:
@@ -124,11 +130,12 @@ class Office:
         self._inbox.append(command)
         self._wake()
 
-    def blocks(self, transfer_id: str, block_ids: BlockIds) -> None:
-        """Hand over block lists that begin with the prompt's first token; before ``Computed(final)`` or
-        ``Allocated``.
+    def blocks(self, transfer_id: str, block_ids: BlockIds, tokens: int = 0, step: int = 0) -> None:
+        """Hand over block lists that begin with the prompt's first token; before ``Computed`` or ``Allocated``.
+
+        ``step`` given: the first ``tokens`` tokens of a prefill are in them when that step of the engine is done.
         """
-        self._inbox.append(Table(transfer_id, block_ids))
+        self._inbox.append(Table(transfer_id, block_ids, tokens, step))
 
     def arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool | None) -> bool:
         """A request waits for the last ``tokens`` of the ``total`` tokens of ``transfer_id`` from ``peer``."""
@@ -189,7 +196,10 @@ class Office:
             if isinstance(word, _Arrival):
                 self._arrive(word, now)
             elif isinstance(word, Table):
-                self._tables[word.transfer_id] = word.blocks
+                if word.step:
+                    self._all(word)
+                else:
+                    self._tables[word.transfer_id] = word.blocks
             elif type(word) in _COMMANDS:
                 if isinstance(word, ev.Computed) and word.final:
                     self._all(Table(word.transfer_id, self._tables.pop(word.transfer_id, ())))

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from pushkv.model.layout import Layout, LayoutError, Part, block_table, pair, plan_gather
+from pushkv.model.layout import Layout
 from pushkv.model.protocol import Settings
 from pushkv.reference import evidence, grants, mailbox
-from pushkv.reference.device_copies import copier
+from pushkv.reference.device_copies import DeviceCopier, copier
 from pushkv.reference.facts import Arrival, Facts, Landing, Region
 from pushkv.reference.office import Office
 from pushkv.reference.pools import SegmentPool
 from pushkv.reference.ports import EngineSetup, RankCard
 from pushkv.reference.rank import Rank
 from pushkv.reference.side_channel import SideChannel
-from pushkv.reference.trace import Trace
+from pushkv.reference.trace import RecordLog, Trace
 from pushkv.reference.transport import Transport, agent_name
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ def open_rank(setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[A
     protocol = settings.protocol
     segment = settings.segment_bytes
     device = regions[0].device
+    sys.setswitchinterval(min(sys.getswitchinterval(), settings.switch_s))
     staging = SegmentPool(_segments(settings.staging_bytes, segment, setup.send), segment, device)
     landing = SegmentPool(_segments(settings.landing_bytes, segment, setup.receive), segment, device)
     incarnation = secrets.randbits(62) | 1
@@ -64,24 +66,29 @@ def open_rank(setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[A
         vllm=setup.vllm_version,
         process=evidence.here(setup.host, setup.port + rank),
     )
+    own = "" if setup.tp_size == 1 else f".{rank}"
     trace = None
     if settings.trace:
-        path = settings.trace if setup.tp_size == 1 else f"{settings.trace}.{rank}"
-        trace = Trace(path, protocol, setup.tp_size, {rank: incarnation}, setup.engine_id)
+        trace = Trace(settings.trace + own, protocol, setup.tp_size, {rank: incarnation}, setup.engine_id)
     door = mailbox.Door() if setup.tp_size > 1 else None
     gathers = copier(regions, staging.tensor, segment, _stream(device))
-    if device.type == "cuda":
-        _warm(gathers, layout, segment, segment * staging.count)
+    scatters = copier(regions, landing.tensor, segment, _stream(device))
+    if isinstance(gathers, DeviceCopier) and isinstance(
+        scatters, DeviceCopier
+    ):  # compiled before the first prompt comes
+        gathers.warm(gather=True)
+        scatters.warm(gather=False)
     made = Rank(
         facts,
         protocol,
         channel=channel,
         transport=transport,
         staging=(staging, gathers),
-        landing=copier(regions, landing.tensor, segment, _stream(device)),
+        landing=scatters,
         evidence=evidence.Evidence(),
         trace=trace,
         door=door,
+        log=RecordLog(settings.records + own) if settings.records else None,
         incarnation=incarnation,
     )
     made.card = RankCard(
@@ -104,18 +111,6 @@ def _stream(device: Any) -> Any:
     import torch
 
     return torch.cuda.Stream(device, priority=-1)
-
-
-def _warm(gathers: Any, layout: Layout, segment_bytes: int, room_bytes: int) -> None:
-    """Gather one block, so that the kernel is compiled before the first prompt comes."""
-    shard = pair([layout], [layout])[0]
-    try:
-        tables = [block_table([1] if group.null_block == 0 else [0]) for group in layout.groups]
-        part = Part.whole(0, min(group.block_tokens for group in layout.groups))
-        if shard.part_bytes(part) <= room_bytes:
-            gathers.gather(plan_gather(shard, tables, part), range(room_bytes // segment_bytes)).wait()
-    except LayoutError as error:
-        log.info("the copy kernel is compiled later: %s", error)
 
 
 def _segments(size: int | None, segment: int, used: bool) -> int:

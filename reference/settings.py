@@ -23,6 +23,7 @@ from pushkv.reference.addresses import is_loopback
 PREFIX = "PUSHKV_"
 BACKENDS = ("UCX", "LIBFABRIC")
 PATHS = ("auto", "packed", "direct")
+OVERLAPS = ("none", "chunk")
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _ALIGNMENT = 4096
 
@@ -141,6 +142,12 @@ class ConnectorSettings:
     )
     backend: str = _setting(_one_of(*BACKENDS), "UCX", "", "NIXL backend: " + " or ".join(BACKENDS))
     path: str = _setting(_one_of(*PATHS), "auto", "", "how bytes travel: packed, direct, or chosen for each transfer")
+    overlap: str = _setting(
+        _one_of(*OVERLAPS),
+        "none",
+        "",
+        "when a packed prompt leaves: once its prefill is finished (none), or chunk by chunk as it is computed (chunk)",
+    )
     landing_bytes: int | None = _setting(
         _bytes, None, "bytes", "receiving memory of each rank, outside the KV cache", shown="from free memory"
     )
@@ -153,6 +160,13 @@ class ConnectorSettings:
         "bytes",
         f"landing and staging memory is given out in pieces of this; a multiple of {_ALIGNMENT}",
     )
+    part_bytes: int = _setting(
+        _bytes,
+        256 << 20,
+        "bytes",
+        "a prompt is gathered, written and told of in parts of at most this, which overlap",
+        "part_bytes",
+    )
     landing_share: float = _setting(
         _share, 1.0, "", "part of the landing memory that one peer may hold", "landing_share"
     )
@@ -161,6 +175,15 @@ class ConnectorSettings:
     )
     trace: str | None = _setting(
         _text, None, "", "write what the machines are told, and one line per hand-over, to this file (one per engine)"
+    )
+    switch_s: float = _setting(
+        _seconds,
+        1e-4,
+        "s",
+        "the interpreter's switch interval in an engine's process: how long one thread may keep another waiting",
+    )
+    records: str | None = _setting(
+        _text, None, "", "write one line per hand-over, with the times of its parts, to this file (one per rank)"
     )
     drain_s: float = _setting(_seconds, 5.0, "s", "how long a stopping engine waits for what is still to be sent")
     dead_peer_s: float = _setting(

@@ -155,3 +155,75 @@ def test_giving_way(pair: Make, p_tp: int, d_tp: int) -> None:
     assert p.sent("victim", source, 100)
     for engine in (p, d):
         engine.emptied()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["done", "enqueued"])
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), *TWO])
+def test_chunks_leave_as_they_are_computed(pair: Make, p_tp: int, d_tp: int, late: bool) -> None:
+    """D has everything before P's engine says that the prompt is finished, and P's blocks are free by then."""
+    p, d = pair(p_tp, d_tp)
+    hosts = Hosts(3)
+    source, target = hosts.blocks(p, 200), hosts.blocks(d, 200)
+    p.begin("t", 200)
+    d.office.arrive("t", p.address, 200, 200, True)
+    for tokens in (64, 128, 192, 200):
+        p.chunk("t", tokens, source, late=late)
+    assert d.scatter("t", 0, 200, target) == ""
+    d.check("t", 0, 200, target)
+    assert p.sent("t", source, 200)
+    p.compute("t", 200, source)  # the engine has learnt it: nobody needs to hear
+    for engine in (p, d):
+        engine.emptied()
+
+
+@pytest.mark.parametrize("landed", [True, False], ids=["landed", "waiting"])
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), *TWO])
+def test_a_preempted_prefill_keeps_what_has_landed(pair: Make, p_tp: int, d_tp: int, landed: bool) -> None:
+    """Its blocks are overwritten in the next step: gathers under way are waited for, and those that have not begun (here
+    for want of staging memory) read the blocks that it gets next. Nothing is written twice.
+    """
+    p, d = pair(p_tp, d_tp, staging_bytes=(16 << 12) if landed else (1 << 12))
+    if not landed:
+        for transport in p.transports:
+            transport.delay_s = 0.05
+    hosts = Hosts(4)
+    blocks = hosts.dice.sample(range(1, BLOCKS), 26)
+    first, second, target = (blocks[:13],), (blocks[13:],), hosts.blocks(d, 200)
+    p.begin("t", 200)
+    d.office.arrive("t", p.address, 200, 200, True)
+    p.chunk("t", 64, first)
+    p.chunk("t", 128, first)
+    if landed:
+        assert until(lambda: all(t.posted for t in p.transports))
+    p.preempt("t", 128, first)
+    p.office.command(ev.Computed("t", 0, False))
+    p.chunk("t", 96, second)
+    p.chunk("t", 200, second)
+    assert d.scatter("t", 0, 200, target) == ""
+    d.check("t", 0, 200, target)
+    assert p.sent("t", second, 200)
+    assert hand_over((p, d), "whole", 200, True) == ("", True)
+    for rank in p.ranks:
+        assert until(lambda rank=rank: len(rank.records) == 2)
+        assert len({record["bytes"] for record in rank.drain_records()}) == 1
+    for engine in (p, d):
+        engine.emptied()
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), *TWO])
+def test_a_prefill_that_is_aborted_between_chunks(pair: Make, p_tp: int, d_tp: int) -> None:
+    """Preempted with a gather that waits, then aborted: everything is answered, nothing is left."""
+    p, d = pair(p_tp, d_tp, staging_bytes=1 << 12)
+    for transport in p.transports:
+        transport.delay_s = 0.05
+    hosts = Hosts(5)
+    source, target = hosts.blocks(p, 200), hosts.blocks(d, 200)
+    p.begin("t", 200)
+    d.office.arrive("t", p.address, 200, 200, True)
+    p.chunk("t", 128, source)
+    p.preempt("t", 128, source)
+    p.office.command(ev.Abort("t", "prefill aborted"))
+    assert d.scatter("t", 0, 200, target) == "prefill aborted"
+    assert not p.sent("t", source, 200)
+    for engine in (p, d):
+        engine.emptied()
