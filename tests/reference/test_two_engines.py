@@ -179,13 +179,13 @@ def test_chunks_leave_as_they_are_computed(pair: Make, p_tp: int, d_tp: int, lat
 @pytest.mark.parametrize("landed", [True, False], ids=["landed", "waiting"])
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), *TWO])
 def test_a_preempted_prefill_keeps_what_has_landed(pair: Make, p_tp: int, d_tp: int, landed: bool) -> None:
-    """Its blocks are overwritten in the next step: gathers under way are waited for, and those that have not begun (here
-    for want of staging memory) read the blocks that it gets next. Nothing is written twice.
+    """Its blocks are overwritten in the next step: gathers under way are waited for, and those that have not begun
+    (here for want of staging memory) read the blocks that it gets next. Nothing is written twice.
     """
     p, d = pair(p_tp, d_tp, staging_bytes=(16 << 12) if landed else (1 << 12))
     if not landed:
         for transport in p.transports:
-            transport.delay_s = 0.05
+            transport.delay_s = 0.01
     hosts = Hosts(4)
     blocks = hosts.dice.sample(range(1, BLOCKS), 26)
     first, second, target = (blocks[:13],), (blocks[13:],), hosts.blocks(d, 200)
@@ -215,7 +215,7 @@ def test_a_prefill_that_is_aborted_between_chunks(pair: Make, p_tp: int, d_tp: i
     """Preempted with a gather that waits, then aborted: everything is answered, nothing is left."""
     p, d = pair(p_tp, d_tp, staging_bytes=1 << 12)
     for transport in p.transports:
-        transport.delay_s = 0.05
+        transport.delay_s = 0.01
     hosts = Hosts(5)
     source, target = hosts.blocks(p, 200), hosts.blocks(d, 200)
     p.begin("t", 200)
