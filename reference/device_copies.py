@@ -75,6 +75,7 @@ class DeviceCopier:
         self._kernel = device_kernel
         self._keep = (*regions, pool)
         self._pool, self._segment_bytes, self._stream = pool, segment_bytes, stream
+        self._device = pool.device
         self._bases = np.asarray([int(tensor.data_ptr()) for tensor in regions], np.int64)
         self._sizes = np.asarray([tensor.numel() for tensor in regions], np.int64)
 
@@ -98,13 +99,13 @@ class DeviceCopier:
         alike = int(np.bitwise_or.reduce(places)) | size if len(ids) else size
         room = len(ids) * size
         batches = list(rows_of(plan, self._bases, self._sizes, size, room, alike, offset, gather=gather))
-        return Copy(*self._kernel.run(batches, places, size, self._pool.device, self._stream, after, gather=gather))
+        return Copy(*self._kernel.run(batches, places, size, self._device, self._stream, after, gather=gather))
 
     def warm(self, *, gather: bool) -> None:
         """Compile what copies will most likely need."""
         empty = np.zeros((0, 2), np.int64)
         shapes = [Rows(empty, empty, row, 8) for row in (_ROW_BYTES, 64)]
-        self._kernel.warm(self._pool.device, self._segment_bytes, self._stream, shapes, gather=gather)
+        self._kernel.warm(self._device, self._segment_bytes, self._stream, shapes, gather=gather)
 
 
 def rows_of(

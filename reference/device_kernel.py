@@ -98,7 +98,7 @@ def run(
         if after is not None:
             torch.cuda.current_stream().wait_event(after)
         _launch(words, found, sizes, len(segments), segment_bytes, gather)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)
         event.record()
     return event, (pinned, words)
 

@@ -101,8 +101,8 @@ class Landing:
 
     @property
     def active(self) -> bool:
-        """Whether a scatter is under way."""
-        return bool(self._loads)
+        """Whether a scatter is under way; for those on a device a bell rings."""
+        return bool(self._loads) and self.rank.bell is None
 
     # ------------------------------------------------------------ commands, words and reports
 
@@ -252,6 +252,8 @@ class Landing:
             return
         loading.begun(copies)
         self._loads.append((loading, copies))
+        if self.rank.bell is not None and copies:
+            self.rank.bell.watch(copies[-1])
         self.poll(begun)
 
     def _pieces(self, inbound: Inbound) -> list[tuple[Shard, Part, int]]:

@@ -108,20 +108,15 @@ STAMPS = ("asked", "launched", "gathered", "posting", "posted", "written")
 
 
 class Staged:
-    """One part in staging, or on its way there. ``after``: what its gather waits for on the device."""
+    """One part in staging, or on its way there."""
 
-    __slots__ = ("after", "copy", "part", "prompt", "segments", "shard", "size", "stamps")
+    __slots__ = ("copy", "part", "prompt", "segments", "shard", "size", "stamps")
 
     def __init__(self, prompt: Prompt | None, shard: Shard | None, part: Part | None, size: int) -> None:
         self.prompt, self.shard, self.part, self.size = prompt, shard, part, size
         self.segments: tuple[int, ...] = ()
         self.copy: Copy | None = None
-        self.after: Any = None
         self.stamps: Stamps | None = None
-
-    def waits(self) -> bool:
-        """Whether the step that computes it is not done yet."""
-        return self.after is not None and not self.after.query()
 
 
 class Posted:

@@ -31,6 +31,7 @@ from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.model.protocol.states import Linking
 from pushkv.reference import facts as facts_
+from pushkv.reference.bell import Bell
 from pushkv.reference.fellow import Fellow
 from pushkv.reference.landing import Landing, Loading
 from pushkv.reference.office import Forget, Office, Open, Table, Total
@@ -57,8 +58,6 @@ OPEN_MS = 1
 """Between two looks at the transport while a peer may write here or connects: some fabrics need the target's help."""
 HELPED_MS = 4
 """The same where writes into a device's memory need no help of the target."""
-FORWARD_S = 3e-4
-"""Between two looks while a gather waits for the engine's own step."""
 ACTIVE_S = 50e-6
 SLOWEST_S = 1e-3
 """Between two looks while writes or copies of our own are under way: first, and when nothing has moved for long."""
@@ -104,6 +103,8 @@ class Rank:
         self._open_ms = HELPED_MS if self._on_device and transport.arrival == "completion" else OPEN_MS
         self.evidence, self.trace, self.door, self.log = evidence, trace, door, log
         self.endpoint = Endpoint(self.incarnation, settings, facts_.encode(facts))
+        self.bell = Bell(self._ring) if self._on_device else None
+        self._rung = False
         self.fellows: dict[ev.Link, Fellow] = {}
         self.counters: dict[str, int] = {}
         self._longest_s = 0.0
@@ -210,6 +211,11 @@ class Rank:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_write(self._wake_fd, 1)
 
+    def _ring(self) -> None:
+        """A copy is done."""
+        self._rung = True
+        self.wake()
+
     @property
     def alive(self) -> bool:
         """Whether the thread runs."""
@@ -234,7 +240,7 @@ class Rank:
 
     def _close(self) -> None:
         """The side channel goes last: once nobody listens there, peers may take this process for gone."""
-        for part in (self.evidence, self.trace, self.log, self.door, self.transport, self.channel):
+        for part in (self.bell, self.evidence, self.trace, self.log, self.door, self.transport, self.channel):
             try:
                 if part is not None:
                     part.close()
@@ -248,6 +254,7 @@ class Rank:
         if self.office is not None:
             self.office.turn(now)
         self._read(now)
+        self._rung = False
         self.sending.poll(now)
         self.landing.poll(now)
         self._evidence(now)
@@ -365,9 +372,6 @@ class Rank:
         self._open = (
             len(self.sending.prompts) + len(self.landing.inbound) + sum(self.endpoint.busy(link) for link in peers)
         )
-        if active and not (self.sending.urgent or self.landing.active):
-            time.sleep(FORWARD_S)
-            return
         if active:
             self._looks += 1
             time.sleep(min(SLOWEST_S, ACTIVE_S * (1 << min(self._looks // 64, 8))))
@@ -379,7 +383,7 @@ class Rank:
             timeout_ms = math.ceil(1000 * max(0.0, min(IDLE_S, self.endpoint.wake_at - time.monotonic())))
         self._asleep = True
         try:
-            if not (self._inbox or (self.office is not None and self.office.waiting)):
+            if not (self._inbox or self._rung or (self.office is not None and self.office.waiting)):
                 self.channel.poller.poll(timeout_ms)
         finally:
             self._asleep = False

@@ -65,13 +65,8 @@ class Sending:
 
     @property
     def active(self) -> bool:
-        """Whether something here must be looked at again soon."""
-        return bool(self._gathering or self._writes)
-
-    @property
-    def urgent(self) -> bool:
-        """Whether it must be looked at at once: something is under way that does not wait for the engine's own step."""
-        return bool(self._writes) or any(not self._staged[handle].waits() for handle in self._gathering[:1])
+        """Whether something here must be looked at again at once; for gathers on a device a bell rings."""
+        return bool(self._writes) or (bool(self._gathering) and self.rank.bell is None)
 
     @property
     def writes_open(self) -> int:
@@ -226,8 +221,9 @@ class Sending:
             staged.segments = segments
             try:
                 gather = plan_gather(shard, prompt.source(), part)
-                staged.after = self._behind(prompt.step)
-                staged.copy = self.copier.gather(gather, segments, 0, staged.after)
+                staged.copy = self.copier.gather(gather, segments, 0, self._behind(prompt.step))
+                if self.rank.bell is not None:
+                    self.rank.bell.watch(staged.copy)
             except BaseException:
                 self.staging.give(segments)
                 raise
@@ -337,7 +333,7 @@ class Sending:
                 staged = self._staged[handle]
                 if staged.copy is None or staged.copy.done():
                     self._gathering.remove(handle)
-                    staged.copy = staged.after = None
+                    staged.copy = None
                     if staged.stamps is not None:
                         staged.stamps.gathered = time.monotonic()
                     self._packed(handle, now)

@@ -6,6 +6,9 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -104,3 +107,90 @@ def test_what_does_not_fit_is_refused_before_anything_is_copied() -> None:
     with pytest.raises(CopyError):
         DeviceCopier(regions[:1], pool.tensor, 4096).gather(gather, list(range(need)))
     assert not pool.tensor.any()
+
+
+class Stream:
+    """A stream that writes down what it is asked, in order."""
+
+    def __init__(self) -> None:
+        self.did: list[Any] = []
+
+    def wait_event(self, event: Any) -> None:
+        self.did.append(("wait", event))
+
+    def synchronize(self) -> None:
+        self.did.append("synchronize")
+
+
+class Cuda:
+    """`torch.cuda`, as far as the kernel's module uses it: one current stream."""
+
+    def __init__(self) -> None:
+        self.current = Stream()
+        self.devices: list[Any] = []
+
+    @contextlib.contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        self.devices.append(device)
+        yield
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def current_stream(self) -> Stream:
+        return self.current
+
+    def Event(self, *, blocking: bool) -> Any:
+        assert blocking  # whoever waits for it sleeps
+        return SimpleNamespace(record=lambda: self.current.did.append("record"))
+
+
+def test_on_a_device_the_host_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists leave from pinned memory, before the stream waits for the event; the kernel comes behind it, then the event
+    that says that it is done.
+    """
+    from pushkv.reference import device_kernel
+
+    cuda, stream, engine = Cuda(), Stream(), Stream()
+    device = SimpleNamespace(type="cuda", index=0)
+    real, launched = device_kernel._launch, []
+
+    def empty(size: int, *, dtype: Any, pin_memory: bool) -> Any:
+        assert pin_memory
+        memory = torch.empty(size, dtype=dtype)
+
+        def to(where: Any, *, non_blocking: bool) -> Any:
+            assert where is device and non_blocking
+            cuda.current.did.append("send")
+            return memory
+
+        return SimpleNamespace(numpy=memory.numpy, to=to)
+
+    def launch(*arguments: Any) -> None:
+        cuda.current.did.append("launch")
+        launched.append(real(*arguments))
+
+    fake = SimpleNamespace(cuda=cuda, empty=empty, int64=torch.int64)
+    monkeypatch.setattr(device_kernel, "torch", fake)
+    monkeypatch.setattr(device_kernel, "_launch", launch)
+    layout = dense_layout("P", "interleaved", ["a", "b"], **CACHE)
+    (shard,) = pair([layout], [layout])
+    part = Part.whole(0, 50)
+    gather = plan_gather(shard, [block_table([5, 1, 2, 3])], part)
+    regions = [torch.arange(size, dtype=torch.int64).to(torch.uint8) for size in layout.regions]
+    pools = [SegmentPool(64, 65536) for _ in range(2)]
+    segments = list(range(-(-shard.part_bytes(part) // 65536)))
+    copier = DeviceCopier(regions, pools[0].tensor, 65536, stream)
+    monkeypatch.setattr(copier, "_device", device)
+    cuda.current = engine
+    copy = copier.gather(gather, segments, 0, "after")
+    assert stream.did == ["send", ("wait", "after"), "launch", "record"]
+    assert engine.did == []
+    assert cuda.devices == [device]
+    Copier(regions, pools[1].tensor, 65536).gather(gather, segments)
+    size = shard.part_bytes(part)
+    assert torch.equal(pools[0].tensor[:size], pools[1].tensor[:size])
+    assert copy._event is not None

@@ -14,6 +14,7 @@ from pushkv.model.protocol import events as ev
 from pushkv.reference import trace
 
 from .channels import until
+from .device_like import Event, on_a_device
 from .inprocess import BLOCKS, Engine, Exchange, play
 
 pytest.importorskip("torch", reason="the caches are torch tensors")
@@ -225,5 +226,50 @@ def test_a_prefill_that_is_aborted_between_chunks(pair: Make, p_tp: int, d_tp: i
     p.office.command(ev.Abort("t", "prefill aborted"))
     assert d.scatter("t", 0, 200, target) == "prefill aborted"
     assert not p.sent("t", source, 200)
+    for engine in (p, d):
+        engine.emptied()
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), *TWO])
+def test_steps_and_gathers_of_a_device(pair: Make, p_tp: int, d_tp: int) -> None:
+    """Steps are told of when they are enqueued and compute later: each gather waits for its own on the device, and what
+    the fence lets through waits for the gathers.
+    """
+    p, d = pair(p_tp, d_tp)
+    late = [on_a_device(rank) for rank in p.ranks]
+    hosts = Hosts(6)
+    blocks = hosts.dice.sample(range(1, BLOCKS), 26)
+    first, second, target = (blocks[:13],), (blocks[13:],), hosts.blocks(d, 200)
+    p.begin("t", 200)
+    d.office.arrive("t", p.address, 200, 200, True)
+
+    def step(tokens: int, where: tuple[list[int]]) -> Event:
+        p.step += 1
+        p.office.blocks("t", where, tokens, p.step)
+        p.office.command(ev.Computed("t", tokens, False))
+        done = Event()
+        for rank in p.ranks:
+            rank._mark = lambda: done  # type: ignore[method-assign]
+            rank.enqueued(p.step)
+        return done
+
+    one = step(64, first)
+    assert until(lambda: all(copier.waited for copier in late))  # enqueued behind a step that has not run
+    two = step(128, first)
+    assert not any(transport.posted for transport in p.transports)
+    p.fill("t", 64, first)
+    one.set()
+    assert until(lambda: all(transport.posted for transport in p.transports))
+    p.fill("t", 128, first)
+    two.set()
+    p.preempt("t", 128, first)
+    p.office.command(ev.Computed("t", 0, False))
+    three, four = step(96, second), step(200, second)
+    p.fill("t", 200, second)
+    three.set()
+    four.set()
+    assert d.scatter("t", 0, 200, target) == ""
+    d.check("t", 0, 200, target)
+    assert p.sent("t", second, 200)
     for engine in (p, d):
         engine.emptied()
