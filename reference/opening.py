@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from pushkv.model.layout import Layout
+from pushkv.model.layout import Layout, LayoutError, Part, count_spans, pair
 from pushkv.model.protocol import Settings
 from pushkv.reference import evidence, grants, mailbox
 from pushkv.reference.device_copies import DeviceCopier, copier
@@ -97,6 +97,8 @@ def open_rank(setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[A
         staging_bytes=staging.count * segment,
         bytes_per_token=grants.token_bytes(layout),
         bytes_per_request=grants.request_bytes(layout),
+        pieces_per_block=_pieces(layout, setup.block_tokens),
+        device=device.type,
         door=door.address if door is not None else "",
     )
     if door is not None:
@@ -113,6 +115,14 @@ def _stream(device: Any) -> Any:
     return torch.cuda.Stream(device, priority=-1)
 
 
+def _pieces(layout: Layout, tokens: int) -> int:
+    """Of one block, when it is sent as it lies to a cache of the same layout."""
+    try:
+        return count_spans(pair([layout], [layout])[0], Part.whole(0, tokens))
+    except LayoutError:
+        return len(layout.regions)
+
+
 def _segments(size: int | None, segment: int, used: bool) -> int:
     return max(1, (size or 0) // segment) if used else 1
 
@@ -127,11 +137,17 @@ def open_office(setup: EngineSetup, cards: Sequence[RankCard], local: Rank | Non
     def needed(tokens: int, links: int) -> int:
         return tokens * card.bytes_per_token + card.bytes_per_request + grants.ALIGN * links
 
+    def costs_less(tokens: int) -> bool:
+        blocks = -(-tokens // setup.block_tokens)
+        costs = settings.path_costs(card.device, needed(tokens, 1), blocks * card.pieces_per_block)
+        return costs.packed
+
     def make(deliver: Any, wake: Any, stop: Any) -> Office:
         return Office(
             protocol,
             len(cards),
             path=settings.path,
+            packed_costs_less=costs_less,
             segment_bytes=settings.segment_bytes,
             token_bytes=card.bytes_per_token,
             landing_bytes=needed,

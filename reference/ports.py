@@ -36,7 +36,8 @@ class Address:
 @dataclass(frozen=True, slots=True)
 class RankCard:
     """What the scheduler's process must know of one rank before it can open the office. vLLM carries it there
-    (`get_handshake_metadata`), so it must pickle.
+    (`get_handshake_metadata`), so it must pickle. pieces_per_block: contiguous pieces of one block, over all layers.
+    device: where the cache lies, "cuda" or "cpu".
 
     landing_bytes, staging_bytes: what the rank could set aside. bytes_per_token: of this rank, over all layers of the
     full-attention groups. door: how the office reaches the rank when they do not share a process ("" when they do).
@@ -47,6 +48,8 @@ class RankCard:
     staging_bytes: int
     bytes_per_token: int
     bytes_per_request: int = 0
+    pieces_per_block: int = 1
+    device: str = "cpu"
     door: str = ""
 
 
