@@ -146,7 +146,8 @@ async def main(options: argparse.Namespace) -> int:
     make_model(options.model, model)
     begun, lines = time.monotonic(), []
     limits = aiohttp.ClientTimeout(total=options.patience_s)
-    async with aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0)) as session:
+    connections = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)  # the servers close idle ones after five seconds
+    async with aiohttp.ClientSession(timeout=limits, connector=connections) as session:
         for mode in options.modes.split(","):
             if time.monotonic() - begun > options.budget_s:
                 print(f"# out of time before {mode}", flush=True)
