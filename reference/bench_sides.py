@@ -44,7 +44,7 @@ __all__ = ["Case", "Sizes", "layout_of", "side"]
 Longs = npt.NDArray[np.int64]
 
 _LARGE_BYTES = 64 << 20  # of a packed descriptor
-_PART_BYTES = 256 << 20  # of a part of a packed prompt
+_PART_BYTES = 512 << 20  # of a part of a packed prompt
 
 
 @dataclass(frozen=True, slots=True)

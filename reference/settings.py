@@ -175,7 +175,7 @@ class ConnectorSettings:
     )
     part_bytes: int = _setting(
         _bytes,
-        256 << 20,
+        512 << 20,
         "bytes",
         "a prompt is gathered, written and told of in parts of at most this, which overlap",
         "part_bytes",
