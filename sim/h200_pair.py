@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pushkv.sim import scenario, world
-from pushkv.sim.measured import Point, Server
+from pushkv.sim.measured import OWN_FILE, Point, Server
 from pushkv.sim.metrics import Floats
 from pushkv.sim.progress import Progress
 from pushkv.sim.workload import Workload
@@ -26,7 +26,8 @@ _CACHE_TOKENS = {"qwen3-8b": 797_038, "qwen3-32b": 258_161}  # of either server,
 
 # What the client did: three requests to warm up (600 tokens in, 8 out), then the points one after the other on the same
 # pair of servers. It builds each random prompt in its own event loop before sending it, "about 8 ms for 16k" (README),
-# which puts every later send back. The pauses are not recorded; nothing is under way after them.
+# which puts every later send back (not so in this project's own runs: their arrivals are the sends). The pauses are not
+# recorded; nothing is under way after them.
 _WARM_UP = [(float(second), 600, 8) for second in range(3)]
 _BUILD_S_PER_TOKEN = 0.5e-6
 _PAUSE_S = 5.0
@@ -57,7 +58,7 @@ def replay(server: Server, calibration: str | None = None, *, progress: Progress
         None,
         {
             "model": server.model,
-            "mode": server.mode,
+            **server.flags,
             "calibration": calibration or server.calibration,
             "num_blocks": None if blocks is None else blocks // BLOCK,
             "requests": len(load),
@@ -84,7 +85,8 @@ def workload(server: Server) -> Workload:
             arrival_s += (arrival_s[-1] + _PAUSE_S + _left_out_s()).tolist()
             input_len += [int(_LEFT_OUT["input_len"])] * int(_LEFT_OUT["requests"])
             output_len += [int(_LEFT_OUT["output_len"])] * int(_LEFT_OUT["requests"])
-    sent_s = np.array(arrival_s) + np.cumsum(np.array(input_len) * _BUILD_S_PER_TOKEN)
+    built_s_per_token = 0.0 if server.file == OWN_FILE else _BUILD_S_PER_TOKEN
+    sent_s = np.array(arrival_s) + np.cumsum(np.array(input_len) * built_s_per_token)
     return Workload(sent_s, np.array(input_len, dtype=np.int32), np.array(output_len, dtype=np.int32))
 
 

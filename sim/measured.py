@@ -22,6 +22,7 @@ from pushkv.sim.metrics import Floats
 __all__ = [
     "BLIND_FILE",
     "CALIBRATIONS",
+    "OWN_FILE",
     "REQUEST_FILES",
     "TABLE_CALIBRATION",
     "Files",
@@ -31,6 +32,7 @@ __all__ = [
     "needed",
     "number",
     "read_blind_servers",
+    "read_own_servers",
     "read_servers",
 ]
 
@@ -44,7 +46,16 @@ REQUEST_FILES = {"h200_requests.csv": "", "h200_requests_32b.csv": "", "h200_req
 BLIND_FILE = "h200_requests_blind.csv"
 """Requests of eager servers whose prediction was written down first."""
 
-_CONFIGURATIONS = {**REQUEST_FILES, BLIND_FILE: ""}
+OWN_FILE = "h200_requests_pushkv.csv"
+"""Requests of eager servers with this project's connector."""
+
+OWN_MODES = {
+    "packed": {"mode": "pushkv", "path": "packed", "overlap": "none"},
+    "chunk": {"mode": "pushkv", "path": "packed", "overlap": "chunk"},
+}
+"""What the modes in `OWN_FILE` are in a scenario."""
+
+_CONFIGURATIONS = {**REQUEST_FILES, BLIND_FILE: "", OWN_FILE: ""}
 
 CALIBRATIONS = {
     ("qwen3-8b", "", "pull"): "eager-prefill",
@@ -102,6 +113,11 @@ class Server:
         """The calibration that it is predicted with."""
         known = CALIBRATIONS.get((self.model, self.configuration, self.mode))
         return known or TABLE_CALIBRATION[self.configuration]
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The mode in the words of a scenario."""
+        return OWN_MODES.get(self.mode, {"mode": self.mode})
 
 
 @dataclass(slots=True)
@@ -169,7 +185,14 @@ def read_blind_servers(files: Files) -> list[Server]:
     return _servers(files, [BLIND_FILE])
 
 
-def _servers(files: Files, names: Iterable[str]) -> list[Server]:
+def read_own_servers(files: Files) -> list[Server]:
+    """Every pair of servers in `OWN_FILE`; none where it is not there."""
+    if not any((folder / OWN_FILE).is_file() for folder in files.folders):
+        return []
+    return _servers(files, [OWN_FILE], tuple(OWN_MODES))
+
+
+def _servers(files: Files, names: Iterable[str], modes: tuple[str, ...] = ("pull", "push")) -> list[Server]:
     columns = ("model", "mode", "input_len", "output_len", "qps", "arrival_s", "prefill_leg_ms", "ttft_ms", "tpot_ms")
     servers = []
     for file in names:
@@ -178,8 +201,8 @@ def _servers(files: Files, names: Iterable[str]) -> list[Server]:
             values = {column: number(file, line, column, row[column]) for column in columns[2:]}
             point = (int(needed(file, line, "input_len", values)), needed(file, line, "qps", values))
             needed(file, line, "output_len", values)
-            if row["mode"] not in ("pull", "push"):
-                raise BadInput(f"--data: {file} line {line}: mode {row['mode']!r} is neither pull nor push")
+            if row["mode"] not in modes:
+                raise BadInput(f"--data: {file} line {line}: mode {row['mode']!r} is neither {' nor '.join(modes)}")
             grouped.setdefault((row["model"], row["mode"]), {}).setdefault(point, []).append(values)
         for (model, mode), points in grouped.items():
             catalog.model(model)

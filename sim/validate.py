@@ -6,7 +6,8 @@ those stand in the profiles, each with its source.
 
 Measured are the files of ``experiments/h200_pair/data``; its README says how. A row is in-sample where a constant was
 fitted to it or to what was logged beside it, out-of-sample otherwise. The blind rows were measured after their
-prediction was written down (``blind_predictions.csv``); they are held to the same limits, and a miss does not fail.
+prediction was written down (``blind_predictions.csv``); they are held to the same limits, and a miss does not fail. Nor
+does one of this project's own connector, where its requests are among the files.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pushkv.sim.h200_pair import BLOCK, Prediction, replay, workload
 from pushkv.sim.measured import (
     BLIND_FILE,
     CALIBRATIONS,
+    OWN_FILE,
     TABLE_CALIBRATION,
     Files,
     Point,
@@ -34,6 +36,7 @@ from pushkv.sim.measured import (
     needed,
     number,
     read_blind_servers,
+    read_own_servers,
     read_servers,
 )
 from pushkv.sim.progress import Progress
@@ -53,8 +56,8 @@ def run(data: str | None = None, *, progress: Progress | None = None) -> Validat
     files = find_data(data)
     servers = read_servers(files)
     bare = [s for s in servers if s.calibration != TABLE_CALIBRATION[s.configuration]]
-    blind = read_blind_servers(files)
-    count = _Counter(progress, sum(len(workload(server)) for server in servers + blind + bare))
+    blind, own = read_blind_servers(files), read_own_servers(files)
+    count = _Counter(progress, sum(len(workload(server)) for server in servers + blind + own + bare))
     checks = [*_engine_checks(files), *_nixl_checks(files)]
     groups: dict[str, list[Check]] = {}
     for server in servers:
@@ -69,6 +72,9 @@ def run(data: str | None = None, *, progress: Progress | None = None) -> Validat
         for point, found in zip(server.points, replay(server, progress=count.next()), strict=True):
             blind_checks += serving_checks(server, point, found)
     checks += blind_checks
+    for server in own:
+        for point, found in zip(server.points, replay(server, progress=count.next()), strict=True):
+            checks += serving_checks(server, point, found)
     checks += _shape_checks(servers)
     checks += _published_checks(files)
     unfitted: list[Check] = []
@@ -107,12 +113,13 @@ _IN_COMPILED = "in-sample: the same, compiled server"
 _OUT = "out-of-sample: vLLM's other points"
 _OUT_COMPILED = "out-of-sample: the compiled server's other points"
 _BLIND = "out-of-sample: measured after the prediction was written down"
+_OWN = "out-of-sample: this project's connector, of which nothing was fitted"
 _GROUPS = (_IN, _IN_COMPILED, _OUT, _OUT_COMPILED)
 
 
 def _group(server: Server, point: Point) -> str:
-    if server.file == BLIND_FILE:
-        return _BLIND
+    if server.file in (BLIND_FILE, OWN_FILE):
+        return _BLIND if server.file == BLIND_FILE else _OWN
     fitted = (point.input_len, point.qps) == _FITTED_AT and (server.model, server.configuration, server.mode) in (
         CALIBRATIONS
     )
@@ -126,7 +133,7 @@ def serving_checks(server: Server, point: Point, found: Prediction) -> list[Chec
     leg, ttft, tpot = point.leg_ms[ok], point.ttft_ms[ok], point.tpot_ms[ok]
     short = point.input_len < _LONG
     limit_and_noise = (0.15, 0.10) if short else (0.10, 0.05)
-    binding = server.file != BLIND_FILE
+    binding = server.file not in (BLIND_FILE, OWN_FILE)
     group, name = _group(server, point), f"{server.model.removeprefix('qwen3-')} {server.mode} {point.name}"
 
     def check(what: str, measured: np.floating, predicted: np.floating, *bounds: float) -> Check:

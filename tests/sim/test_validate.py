@@ -308,3 +308,48 @@ def test_the_command_prints_json_and_exits_0(capsys: pytest.CaptureFixture[str])
     doc = json.loads(capsys.readouterr().out)
     assert doc["passed"] is True
     assert {"group", "name", "measured", "predicted", "error", "limit", "noise"} <= set(doc["checks"][0])
+
+
+# ---- this project's own connector ----------------------------------------------------------------------------------
+
+OWN_RUN = EXPERIMENT.parent / "gpu_handover"
+
+
+def test_own_runs_are_read_and_simulated_as_they_were_made(tmp_path: Path) -> None:
+    """What the experiment leaves becomes rows here; a miss of them does not fail."""
+    spec = importlib.util.spec_from_file_location("gpu_handover_report", OWN_RUN / "report.py")
+    assert spec is not None and spec.loader is not None
+    own = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(own)
+    lines = [
+        f"{mode},{row},{length},{n},{100 + 2 * n:.4f},{leg},{ttft},5.5,{tokens},{error}"
+        for mode, row, length, leg, ttft in (
+            ("packed", "open:16000:0.5:3", 16000, 500.0, 530.0),
+            ("chunk", "open:16000:0.5:3", 16000, 500.0, 520.0),
+            ("chunk", "busy:16000:0.5:3", 16000, 500.0, 520.0),
+            ("push", "open:16000:0.5:3", 16000, 500.0, 640.0),
+        )
+        for n, (tokens, error) in enumerate([(64, ""), (64, ""), (0, "lost")])
+    ]
+    lines = [line.replace(f",{line.split(',')[6]},5.5,0,", ",,,0,") for line in lines]
+    header = ",".join(own.COLUMNS[:10])
+    (tmp_path / "requests.csv").write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
+    assert own.for_validate(tmp_path / "requests.csv", "qwen3-8b", tmp_path / measured.OWN_FILE) == 6
+    files = measured.Files((tmp_path,))
+    packed, chunk = measured.read_own_servers(files)
+    assert (packed.flags["overlap"], chunk.flags["overlap"]) == ("none", "chunk")
+    handover = []
+    for server in (packed, chunk):
+        (point,) = server.points
+        assert point.arrival_s.tolist() == [0.0, 2.0, 4.0]
+        assert point.answered.tolist() == [True, True, False]
+        load = h200_pair.workload(server)
+        assert np.diff(load.arrival_s[3:]) == pytest.approx([2.0, 2.0])  # sent when they arrived
+        (found,) = h200_pair.replay(server)
+        checks = validate.serving_checks(server, point, found)
+        assert {check.group for check in checks} == {validate._OWN}
+        assert not any(check.binding for check in checks)
+        handover.append(next(check for check in checks if check.name.endswith("hand-over")))
+    assert [check.measured for check in handover] == [30.0, 20.0]
+    assert handover[1].predicted < handover[0].predicted
+    assert measured.read_own_servers(measured.Files((tmp_path / "elsewhere",))) == []
