@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pushkv.model.protocol import events as ev
+
 from .vllm_like import Pair, Status
 
 PATHS = pytest.mark.parametrize("packed", [True, False], ids=["packed", "direct"])
@@ -475,3 +477,36 @@ def test_an_engine_that_stops_drains() -> None:
     pair = Pair()
     pair.p.side.stop(1.0)
     assert pair.p.engine.stopped
+
+
+@pytest.mark.parametrize(("last", "wanted"), [(True, [0, 4, 12, 16, 22]), (False, [0, 4, 12, 16, 20])])
+def test_chunks_are_told_of_in_whole_blocks(last: bool, wanted: list[int]) -> None:
+    """And the rest of a block with the last one: at once, or where a group does not keep all tokens, at the end."""
+    pair = Pair(p={"chunked": True, "chunked_last": last, "chunk": 6})
+    prompt = pair.prompt(22)
+    p, d = pair.prefill(prompt), pair.decode(prompt)
+    pair.until_quiet()
+    told = [one for one in pair.p.engine.told if isinstance(one, ev.Computed)]
+    assert [one.tokens for one in told if not one.final] == wanted
+    assert [one.tokens for one in told if one.final] == [22]
+    assert p.status is d.status is Status.STOPPED
+    assert d.load == [(21, False)]
+    pair.check_nothing_left()
+
+
+def test_an_aborted_prefill_keeps_its_blocks_while_a_chunk_is_gathered() -> None:
+    pair = Pair(p={"chunked": True, "chunk": 6})
+    prompt = pair.prompt(22)
+    p = pair.prefill(prompt)
+    d = pair.decode(prompt)
+    pair.cluster.settle()
+    pair.p.step()
+    free = len(pair.p.free)
+    pair.p.abort(p)  # nothing has looked at the step since
+    assert len(pair.p.free) == free
+    pair.cluster.settle()
+    pair.p.step()
+    assert len(pair.p.free) > free
+    pair.until_quiet()
+    assert d.status is Status.ERROR
+    pair.check_nothing_left()
