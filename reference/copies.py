@@ -98,18 +98,18 @@ class Copier:
         self._stream = stream
         self._types = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
-    def gather(self, plan: Plan, segments: Sequence[int], offset: int = 0, after: Any = None) -> Copy:
+    def gather(self, plan: Plan, segments: Sequence[int] | Longs, offset: int = 0, after: Any = None) -> Copy:
         """Cache -> packed bytes, which begin at byte `offset` of the given segments laid end to end.
 
         after: a CUDA event that the copy waits for on the device. Raises `CopyError`.
         """
         return self._run(plan, segments, offset, after, gather=True)
 
-    def scatter(self, plan: Plan, segments: Sequence[int], offset: int = 0, after: Any = None) -> Copy:
+    def scatter(self, plan: Plan, segments: Sequence[int] | Longs, offset: int = 0, after: Any = None) -> Copy:
         """Packed bytes -> cache; as `gather`."""
         return self._run(plan, segments, offset, after, gather=False)
 
-    def _run(self, plan: Plan, segments: Sequence[int], offset: int, after: Any, gather: bool) -> Copy:
+    def _run(self, plan: Plan, segments: Sequence[int] | Longs, offset: int, after: Any, gather: bool) -> Copy:
         steps = list(self._steps(plan, np.asarray(segments, np.int64), offset, gather))
         if not self._pool.is_cuda:
             self._work(steps, gather)

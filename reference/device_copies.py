@@ -79,18 +79,18 @@ class DeviceCopier:
         self._bases = np.asarray([int(tensor.data_ptr()) for tensor in regions], np.int64)
         self._sizes = np.asarray([tensor.numel() for tensor in regions], np.int64)
 
-    def gather(self, plan: Plan, segments: Sequence[int], offset: int = 0, after: Any = None) -> Copy:
+    def gather(self, plan: Plan, segments: Sequence[int] | Longs, offset: int = 0, after: Any = None) -> Copy:
         """Cache -> packed bytes, which begin at byte ``offset`` of the given segments laid end to end.
 
         ``after``: a CUDA event that the copy waits for on the device. Raises ``CopyError``; nothing was copied then.
         """
         return self._run(plan, segments, offset, after, gather=True)
 
-    def scatter(self, plan: Plan, segments: Sequence[int], offset: int = 0, after: Any = None) -> Copy:
+    def scatter(self, plan: Plan, segments: Sequence[int] | Longs, offset: int = 0, after: Any = None) -> Copy:
         """Packed bytes -> cache; as ``gather``."""
         return self._run(plan, segments, offset, after, gather=False)
 
-    def _run(self, plan: Plan, segments: Sequence[int], offset: int, after: Any, gather: bool) -> Copy:
+    def _run(self, plan: Plan, segments: Sequence[int] | Longs, offset: int, after: Any, gather: bool) -> Copy:
         size = self._segment_bytes
         ids = np.asarray(segments, np.int64)
         if len(ids) and (int(ids.min()) < 0 or (int(ids.max()) + 1) * size > self._pool.numel()):

@@ -12,7 +12,12 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from pushkv.model.layout import GroupKind, Layout, Part, Shard
+
+Longs = npt.NDArray[np.int64]
 
 PACKED: Final = 0
 DIRECT: Final = 1
@@ -80,18 +85,22 @@ def read_notice(notice: bytes) -> tuple[int, int, int] | None:
     return struct.unpack("<QQQ", notice) if len(notice) == 24 else None
 
 
-def read_segments(memory: Any, count: int, segment_bytes: int, offset: int, size: int) -> tuple[int, list[int]]:
-    """(offset in bytes, segments) of a packed grant, checked: ``size`` bytes from ``offset`` of the shard on must lie
-    inside, every segment below ``count`` and named once. Raises ``GrantError``.
+def read_segments(memory: Any, count: int) -> tuple[int, Longs]:
+    """(offset in bytes, segments) of a packed grant, checked: every segment below ``count`` and named once. Raises
+    ``GrantError``.
     """
     if not _is_numbers(memory) or len(memory) < 2 or memory[0] != PACKED:
         raise GrantError("not the name of landing memory")
     base, segments = memory[1], list(memory[2:])
     if any(segment >= count for segment in segments) or len(set(segments)) != len(segments):
         raise GrantError(f"segments outside the {count} of this peer, or named twice")
-    if base + offset + size > len(segments) * segment_bytes:
-        raise GrantError(f"{base + offset + size} bytes do not fit into {len(segments)} segments of {segment_bytes}")
-    return base + offset, segments
+    return base, np.asarray(segments, np.int64)
+
+
+def check_inside(segments: Longs, segment_bytes: int, stop: int) -> None:
+    """Raises ``GrantError`` unless bytes up to ``stop`` lie in ``segments``."""
+    if stop > len(segments) * segment_bytes:
+        raise GrantError(f"{stop} bytes do not fit into {len(segments)} segments of {segment_bytes}")
 
 
 def read_blocks(memory: Any, groups: int) -> tuple[int, list[list[int]]]:

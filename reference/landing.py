@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from pushkv.model.layout import LayoutError, Part, Shard, block_table, plan_scatter
 from pushkv.model.protocol import GAVE_WAY
@@ -279,11 +280,12 @@ class Landing:
         if inbound is None or not inbound.landed_s or not inbound.packed:
             raise LayoutError(f"{loading.transfer_id} has not landed here")
         tables = [block_table(ids) for ids in loading.blocks]
+        segments = np.asarray(sorted(inbound.memory), np.int64)
         copies = []
         for shard, part, offset in inbound.pieces:
             if loading.first < part.stop or part.last:
                 scatter = plan_scatter(shard, tables, part, min(max(part.start, loading.first), part.stop))
-                copies.append(self.copier.scatter(scatter, sorted(inbound.memory), offset, loading.after))
+                copies.append(self.copier.scatter(scatter, segments, offset, loading.after))
         return copies
 
     def poll(self, now: float) -> None:

@@ -78,7 +78,7 @@ class SegmentPool:
             raise PoolError(f"segment {segment} of {self.count}")
         return self.base + segment * self.segment_bytes
 
-    def spread(self, segments: Sequence[int], offset: int, size: int) -> tuple[Longs, Longs]:
+    def spread(self, segments: Sequence[int] | Longs, offset: int, size: int) -> tuple[Longs, Longs]:
         """Addresses and sizes of bytes [offset, offset + size) of the given segments, laid end to end.
 
         Segments that are neighbours in memory make one range.
@@ -87,7 +87,7 @@ class SegmentPool:
 
 
 def spread(
-    base: int, count: int, segment_bytes: int, segments: Sequence[int], offset: int, size: int
+    base: int, count: int, segment_bytes: int, segments: Sequence[int] | Longs, offset: int, size: int
 ) -> tuple[Longs, Longs]:
     """`SegmentPool.spread` for any pool, a peer's included: its `base`, number and size of segments."""
     ids = np.asarray(segments, np.int64)

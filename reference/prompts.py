@@ -11,6 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from pushkv.model.layout import BlockTable, Part, Shard, block_table
 from pushkv.model.protocol import events as ev
 from pushkv.reference.grants import GrantError
@@ -19,6 +22,8 @@ from pushkv.reference.ports import BlockIds
 if TYPE_CHECKING:
     from pushkv.reference.copies import Copy
     from pushkv.reference.transport import Write
+
+Longs = npt.NDArray[np.int64]
 
 
 class Enqueued:
@@ -55,13 +60,13 @@ class Fence:
 class Prompt:
     """A prompt that is sent from here.
 
-    ready: tokens whose blocks are known and hold them once ``step`` has run. fenced: what was told in an earlier step
-    holds no more.
+    grants: the peers' landing memory as it was named, offset and segments. ready: tokens whose blocks are known
+    and hold them once ``step`` has run. fenced: what was told in an earlier step holds no more.
     """
 
     __slots__ = (
-        "begun_s", "blocks", "bytes", "computed_s", "descriptors", "enqueued_s", "fenced", "over", "packed", "parts",
-        "ready", "step", "tables", "tokens", "transfer_id",
+        "begun_s", "blocks", "bytes", "computed_s", "descriptors", "enqueued_s", "fenced", "grants", "over", "packed",
+        "parts", "ready", "step", "tables", "tokens", "transfer_id",
     )  # fmt: skip
 
     def __init__(self, transfer_id: str, tokens: int, now: float) -> None:
@@ -71,6 +76,7 @@ class Prompt:
         self.ready = self.step = self.fenced = 0
         self.begun_s, self.computed_s, self.enqueued_s = now, 0.0, 0.0
         self.parts: dict[int, Stamps] = {}
+        self.grants: dict[ev.Link, tuple[Any, int, Longs]] = {}
         self.bytes = self.descriptors = 0
         self.packed = self.over = False
 

@@ -23,7 +23,14 @@ import numpy.typing as npt
 
 from pushkv.model.layout import Part, Shard, block_table, plan, plan_gather
 from pushkv.model.protocol import events as ev
-from pushkv.reference.grants import GrantError, notice_of, part_offset, read_blocks, read_segments
+from pushkv.reference.grants import (
+    GrantError,
+    check_inside,
+    notice_of,
+    part_offset,
+    read_blocks,
+    read_segments,
+)
 from pushkv.reference.metric_names import label
 from pushkv.reference.office import Table
 from pushkv.reference.pools import SegmentPool, cross, spread
@@ -300,7 +307,12 @@ class Sending:
         if staged.shard is None or staged.part is None:
             return NOTHING  # a sibling holds the same heads and writes them
         offset = part_offset(staged.shard, staged.part)
-        offset, segments = read_segments(action.memory, there.count, there.segment_bytes, offset, staged.size)
+        known = staged.prompt.grants.get(action.link)
+        if known is None or known[0] is not action.memory:  # every part of a shard names the same memory
+            known = staged.prompt.grants[action.link] = (action.memory, *read_segments(action.memory, there.count))
+        _, base, segments = known
+        offset += base
+        check_inside(segments, there.segment_bytes, offset + staged.size)
         if not staged.size:
             return NOTHING
         source = self.staging.spread(staged.segments, 0, staged.size)
