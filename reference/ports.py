@@ -178,8 +178,9 @@ class Rank(Protocol):
     def drain_records(self) -> Sequence[Mapping[str, Any]]:
         """Records of the transfers that ended since the last call (bounded: old ones are dropped and counted).
 
-        Keys: direction ("send", "receive"), path ("packed", "direct"), why (the reason for the path), ok, reason,
-        bytes, descriptors, and the times that apply: gather_s, post_s, wire_s, scatter_s, handover_s.
+        Keys: side ("send", "receive", "load"), transfer_id, ok, reason, tokens, packed, bytes, descriptors; durations
+        that apply (gather_s, post_s, wire_s, scatter_s, handover_s); and when things happened, as seconds of the
+        monotonic clock: `prompts.record_of` for what is sent, `landing` for what lands and is loaded.
         """
         ...
 
