@@ -273,3 +273,66 @@ def test_steps_and_gathers_of_a_device(pair: Make, p_tp: int, d_tp: int) -> None
     assert p.sent("t", second, 200)
     for engine in (p, d):
         engine.emptied()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_chunks(pair: Make, seed: int) -> None:
+    """Several prompts at once, chunks of any length, preemptions and aborts at any time, little staging, slow writes:
+    what lands is right, what does not has its verdict, and every block list is answered for.
+    """
+    dice = random.Random(seed)
+    p, d = pair(*dice.choice([(1, 1), (2, 1), (1, 2)]), staging_bytes=dice.choice((2, 4, 16)) << 12)
+    if dice.random() < 0.5:
+        for rank in p.ranks:
+            on_a_device(rank)
+    for transport in p.transports:
+        transport.delay_s = dice.choice((0.0, 0.004))
+    pool = dice.sample(range(1, BLOCKS), BLOCKS - 1)
+    live: dict[str, tuple[int, int, tuple[list[int]]]] = {}
+    targets, tokens_of, aborted = {}, {}, set()
+    for number in range(3):
+        tid = f"t{number}"
+        tokens_of[tid] = tokens = dice.randrange(20, 160)
+        p.begin(tid, tokens)
+        live[tid] = (0, tokens, ([pool.pop() for _ in range(-(-tokens // p.block))],))
+        targets[tid] = (dice.sample(range(1, BLOCKS), -(-tokens // d.block)),)
+        d.office.arrive(tid, p.address, tokens, tokens, True)
+    lives = 6
+    while live:
+        tid = dice.choice(list(live))
+        done, tokens, blocks = live[tid]
+        chance = dice.random()
+        if chance < 0.15 and lives and done:
+            lives -= 1
+            p.preempt(tid, done, blocks)
+            enough = len(pool) >= len(blocks[0])
+            spare = [pool.pop() for _ in blocks[0]] if enough else dice.sample(blocks[0], len(blocks[0]))
+            if enough:
+                pool += blocks[0]
+            p.office.command(ev.Computed(tid, 0, False))
+            live[tid] = (0, tokens, (spare,))
+        elif chance < 0.2 and lives:
+            lives -= 1
+            p.office.command(ev.Abort(tid, "prefill aborted"))
+            p.until(ev.Release, tid)
+            p.fill("somebody else", tokens, blocks)
+            aborted.add(tid)
+            del live[tid]
+        else:
+            new = min(tokens, done + dice.randrange(1, 80))
+            told = tokens if new == tokens else new // 32 * 32
+            if told:
+                p.chunk(tid, told, blocks, late=dice.random() < 0.3)
+            live[tid] = (new, tokens, blocks)
+            if new == tokens:
+                p.compute(tid, tokens, blocks)
+                p.until(ev.Release, tid)
+                p.fill("somebody else", tokens, blocks)
+                del live[tid]
+    for tid, target in targets.items():
+        reason = d.scatter(tid, 0, tokens_of[tid], target)
+        assert reason == ("prefill aborted" if tid in aborted else "")
+        if not reason:
+            d.check(tid, 0, tokens_of[tid], target)
+    for engine in (p, d):
+        engine.emptied()
