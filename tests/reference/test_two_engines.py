@@ -336,3 +336,33 @@ def test_random_chunks(pair: Make, seed: int) -> None:
             d.check(tid, 0, tokens_of[tid], target)
     for engine in (p, d):
         engine.emptied()
+
+
+def test_a_fence_may_overtake_the_words_of_the_step_before(pair: Make) -> None:
+    """The office of an engine with several ranks is another process: what it says of a chunk comes after the fence that
+    ends it, and is not believed.
+    """
+    p, d = pair(2, 1)
+    hosts = Hosts(7)
+    blocks = hosts.dice.sample(range(1, BLOCKS), 26)
+    first, second, target = (blocks[:13],), (blocks[13:],), hosts.blocks(d, 200)
+    p.begin("t", 200)
+    d.office.arrive("t", p.address, 200, 200, True)
+    assert until(lambda: d.office.ledger.landing_free < d.office.ledger.segments)
+    p.step = 1
+    for rank in p.ranks:
+        rank.enqueued(1)
+        rank.fence(["t"], 2)
+    p.fill("somebody else", 64, first)
+    p.office.blocks("t", first, 64, 1)
+    p.office.command(ev.Computed("t", 64, False))
+    assert not until(lambda: any(transport.posted for transport in p.transports), patience_s=0.2)
+    p.office.command(ev.Preempted("t"))
+    p.office.command(ev.Computed("t", 0, False))
+    p.chunk("t", 96, second)
+    p.chunk("t", 200, second)
+    assert d.scatter("t", 0, 200, target) == ""
+    d.check("t", 0, 200, target)
+    assert p.sent("t", second, 200)
+    for engine in (p, d):
+        engine.emptied()
