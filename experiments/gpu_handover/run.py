@@ -32,7 +32,7 @@ from typing import Any
 
 import aiohttp
 import report
-from load import MIX, Served, arrivals, check, decodes, loop, one, prompt_of
+from load import MIX, Served, arrivals, check, decodes, loop, one, prompt_of, prompts_of
 from servers import OURS, SHAPES, URL, make_model, records, serve, stop, up
 
 
@@ -75,15 +75,17 @@ class Run:
         return line
 
     async def _open(self, row: str, lengths: list[int], qps: float, tokens: int) -> list[Served]:
-        return await arrivals(self.session, self.mode, row, lengths, qps, tokens, self.options.seed)
+        prompts = prompts_of(row, lengths, self.options.seed)
+        return await arrivals(self.session, self.mode, row, prompts, qps, tokens, self.options.seed)
 
     async def _busy(self, row: str, length: int, qps: float, count: int) -> tuple[list[Served], dict[str, Any]]:
         extra: dict[str, Any] = {"decodes": self.options.decodes}
+        prompts = prompts_of(row, [length] * count, self.options.seed)
         async with decodes(self.session, self.options.decodes) as ended:
             await asyncio.sleep(self.options.baseline_s)
             alone = [1e3 * served.tpot_s for served in ended if not served.error]
             ended.clear()
-            found = await self._open(row, [length] * count, qps, 2)
+            found = await arrivals(self.session, self.mode, row, prompts, qps, 2, self.options.seed)
             beside = [1e3 * served.tpot_s for served in ended if not served.error]
         extra["tpot_alone"], extra["tpot_alone_ci"] = report.mean_and_interval(alone)
         extra["tpot"], extra["tpot_ci"] = report.mean_and_interval(beside)
