@@ -60,20 +60,22 @@ class Fence:
 class Prompt:
     """A prompt that is sent from here.
 
-    grants: the peers' landing memory as it was named, offset and segments. ready: tokens whose blocks are known
-    and hold them once ``step`` has run. fenced: what was told in an earlier step holds no more.
+    grants: the peers' landing memory as it was named, offset and segments. chunks: (tokens, step), ascending: so many
+    tokens are in the blocks once the engine's step ``step`` has run, or by now (0). fenced: what was told in an earlier
+    step holds no more.
     """
 
     __slots__ = (
-        "begun_s", "blocks", "bytes", "computed_s", "descriptors", "enqueued_s", "fenced", "grants", "over", "packed",
-        "parts", "ready", "step", "tables", "tokens", "transfer_id",
+        "begun_s", "blocks", "bytes", "chunks", "computed_s", "descriptors", "enqueued_s", "fenced", "grants", "over",
+        "packed", "parts", "tables", "tokens", "transfer_id",
     )  # fmt: skip
 
     def __init__(self, transfer_id: str, tokens: int, now: float) -> None:
         self.transfer_id, self.tokens = transfer_id, tokens
         self.blocks: BlockIds | None = None
         self.tables: list[BlockTable] | None = None
-        self.ready = self.step = self.fenced = 0
+        self.chunks: list[tuple[int, int]] = []
+        self.fenced = 0
         self.begun_s, self.computed_s, self.enqueued_s = now, 0.0, 0.0
         self.parts: dict[int, Stamps] = {}
         self.grants: dict[ev.Link, tuple[Any, int, Longs]] = {}
@@ -83,7 +85,16 @@ class Prompt:
     def lose(self) -> None:
         """Its blocks are not its own any more."""
         self.blocks = self.tables = None
-        self.ready = 0
+        self.chunks.clear()
+
+    def step_of(self, stop: int) -> int | None:
+        """The step that must have run before the first ``stop`` tokens can be gathered; ``None``: not known yet."""
+        return next((step for tokens, step in self.chunks if stop <= tokens), None)
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that was told of; 0 when none was, or none matters any more."""
+        return self.chunks[-1][1] if self.chunks else 0
 
     def source(self) -> list[BlockTable]:
         """The blocks as tables, converted once, on this thread."""

@@ -95,11 +95,11 @@ class Sending:
         if table.step:
             if table.step < prompt.fenced:
                 return  # it was preempted meanwhile
-            prompt.ready, prompt.step = table.tokens, table.step
+            prompt.chunks.append((table.tokens, table.step))
             if table.step <= self._enqueued:
                 prompt.enqueued_s = time.monotonic()
         else:
-            prompt.ready, prompt.step = prompt.tokens, 0
+            prompt.chunks = [(prompt.tokens, 0)]
             prompt.computed_s = time.monotonic()
         prompt.blocks, prompt.tables = table.blocks, None
 
@@ -111,7 +111,7 @@ class Sending:
         while marks and (marks[0].event is None or marks[0].event.query()):
             self._over_step = marks.popleft().step
         for prompt in self.prompts.values():
-            if prompt.step == word.step:
+            if prompt.last_step == word.step:
                 prompt.enqueued_s = word.at_s
         self._start()
 
@@ -148,7 +148,7 @@ class Sending:
         if isinstance(command, ev.Abort):
             prompt.over = True
             self._start()
-        elif prompt.step:
+        elif prompt.last_step:
             prompt.lose()
 
     def reported(self, report: ev.Record, now: float) -> None:
@@ -192,9 +192,9 @@ class Sending:
             staged: Staged | None = None
             if prompt is None or prompt.over:  # nobody will post it
                 staged = Staged(None, None, None, 0)
-            elif room and action.stop <= prompt.ready and prompt.step <= self._enqueued:
+            elif room and (step := prompt.step_of(action.stop)) is not None and step <= self._enqueued:
                 try:
-                    staged = self._place(action, prompt)
+                    staged = self._place(action, prompt, step)
                 except Exception as error:  # the machines get their answer; the part fails when it would be posted
                     log.error("gather for %s: %s", action.transfer_id, error)
                     self.rank.count("gather failed")
@@ -210,8 +210,8 @@ class Sending:
             self._gathering.append(action.handle)
         self._waiting = kept
 
-    def _place(self, action: ev.Pack, prompt: Prompt) -> Staged | None:
-        """The part in staging with its gather under way, or ``None`` when there is no room now."""
+    def _place(self, action: ev.Pack, prompt: Prompt, step: int) -> Staged | None:
+        """The part in staging with its gather under way behind ``step``, or ``None`` when there is no room now."""
         fellow = self._fellow(action.link)
         prompt.packed = True
         if fellow.outgoing is None:
@@ -228,7 +228,7 @@ class Sending:
             staged.segments = segments
             try:
                 gather = plan_gather(shard, prompt.source(), part)
-                staged.copy = self.copier.gather(gather, segments, 0, self._behind(prompt.step))
+                staged.copy = self.copier.gather(gather, segments, 0, self._behind(step))
                 if self.rank.bell is not None:
                     self.rank.bell.watch(staged.copy)
             except BaseException:

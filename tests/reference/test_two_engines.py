@@ -366,3 +366,33 @@ def test_a_fence_may_overtake_the_words_of_the_step_before(pair: Make) -> None:
     assert p.sent("t", second, 200)
     for engine in (p, d):
         engine.emptied()
+
+
+def test_a_chunk_waits_for_its_own_step_only(pair: Make) -> None:
+    """Also when it waits for staging memory while the next step is told of: that one has not run yet."""
+    p, d = pair(1, 1, staging_bytes=1 << 12)
+    on_a_device(p.ranks[0])
+    hosts = Hosts(8)
+    source, target = hosts.blocks(p, 200), hosts.blocks(d, 200)
+    p.begin("t", 200)
+    d.office.arrive("t", p.address, 200, 200, True)
+    p.fill("t", 128, source)
+    for number, tokens in enumerate((128, 200), 1):
+        event = Event()
+        p.office.blocks("t", source, tokens, number)
+        p.office.command(ev.Computed("t", tokens, False))
+        p.ranks[0]._mark = lambda event=event: event  # type: ignore[method-assign]
+        p.ranks[0].enqueued(number)
+        if number == 1:
+            event.set()
+    parts = p.ranks[0].endpoint.sender._transfers
+    (shard,) = next(iter(parts.values())).shards.values()
+    assert until(lambda: shard.done and shard.planned >= 112)  # all whole parts of the first chunk
+    assert not event.query()
+    p.fill("t", 200, source)
+    event.set()
+    assert d.scatter("t", 0, 200, target) == ""
+    d.check("t", 0, 200, target)
+    assert p.sent("t", source, 200)
+    for engine in (p, d):
+        engine.emptied()
