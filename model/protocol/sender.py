@@ -161,7 +161,7 @@ class Sender(Shards):
         if older is not None and older.state not in SENDING_CLOSED:
             older.requeue = True
             self._stop(older, "cancel", "superseded", out)
-        shard = Shard.of(state, outgoing, m)
+        shard = Shard(state, outgoing, m)
         outgoing.shards[link] = shard
         outgoing.open += 1
         state.live[attempt] = shard

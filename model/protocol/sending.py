@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.model.protocol.deadlines import Alarm, Deadlines
-from pushkv.model.protocol.outgoing import CLAIMED, POSTABLE, SenderLink, Shard, Transfer, Write
+from pushkv.model.protocol.outgoing import CLAIMED, PACKING, POSTABLE, SenderLink, Shard, Transfer, Write
 from pushkv.model.protocol.settings import Settings
 from pushkv.model.protocol.staging import Staging
 from pushkv.model.protocol.states import SENDING_CLOSED, Sending
@@ -83,9 +83,8 @@ class Shards:
                     self.short.append(shard)
                     return
             self._handles += 1
-            write = Write(
-                self._handles, shard, shard.parts, start, stop, stop == outgoing.tokens, (stop - start) * size
-            )
+            last, stage = stop == outgoing.tokens, PACKING if shard.packed else POSTABLE
+            write = Write(self._handles, shard, shard.parts, start, stop, last, (stop - start) * size, stage)
             shard.planned = stop
             shard.parts += 1
             shard.writes[write.handle] = self._writes[write.handle] = write
@@ -93,7 +92,6 @@ class Shards:
                 outgoing.readers += 1
                 out.append(ev.Pack(write.handle, outgoing.transfer_id, shard.link.key, start, stop))
             else:
-                write.stage = POSTABLE
                 self._post(write, out)
 
     def _post(self, write: Write, out: Out) -> None:
@@ -188,6 +186,7 @@ class Shards:
         if over and self._transfers.get(outgoing.transfer_id) is outgoing:
             del self._transfers[outgoing.transfer_id]
             self._leases.disarm(outgoing)
+            outgoing.shards = {}  # they name each other: so that they are freed at once
             self._remember(outgoing.transfer_id, outgoing.reason or "handed over before")
 
     def _read_later(self, outgoing: Transfer) -> bool:

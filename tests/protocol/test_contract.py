@@ -100,7 +100,7 @@ def test_a_machine_that_takes_a_wrong_turn_says_where() -> None:
     with pytest.raises(LocalProtocolError, match="landed of t in state unsent"):
         Incoming(Link(LINK, 0), transfer).move("landed")
     with pytest.raises(LocalProtocolError, match="claim of t in state registered"):
-        Outgoing.of(SenderLink(LINK, YOU, 0, 8), Transfer("t"), REGISTER).move("claim")
+        Outgoing(SenderLink(LINK, YOU, 0, 8), Transfer("t"), REGISTER).move("claim")
     with pytest.raises(LocalProtocolError, match=r"heard of link .* in state cold"):
         Peer(LINK, ME, b"", SETTINGS, lambda link: 0, iter(())).move("heard")
 
