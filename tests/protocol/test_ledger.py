@@ -87,3 +87,28 @@ def test_what_a_sender_gave_back_goes_to_a_finished_prefill_of_its() -> None:
         done(ledger, arrived(name, peer), offered(name, finished))
     done(ledger, ev.FromRank(0, ev.Broken("v", GAVE_WAY)))
     assert done(ledger, ev.FromRank(0, ev.Settled("v")))[0] == ev.TakeBack("v", (1,), "ready")
+
+
+def test_what_is_ready_may_be_aborted() -> None:
+    """It has landed everywhere: its memory is the host's, and landing memory comes back."""
+    ledger = Ledger(replace(SETTINGS, landing_segments=4))
+    assert ledger.segments == 4
+    done(ledger, arrived("t", segments=3), offered("t"), arrived("u", memory=(1, 2)))
+    assert ledger.landing_free == 1
+    ready = done(ledger, ev.FromRank(0, ev.Landed("t")), ev.FromRank(0, ev.Landed("u")))
+    assert ready == [ev.Ready("t", (2, 1, 0)), ev.Ready("u", (1, 2))]
+    assert ledger.expects("t") and not ledger.expects("v")
+    assert done(ledger, ev.Aborted("t"), ev.Aborted("u")) == []
+    assert not ledger.expects("t")
+    assert ledger.landing_free == 4 and ledger.open() == (0, 0) and ledger.quarantined() == 0
+    assert done(ledger, ev.Aborted("t")) == []
+
+
+def test_starving_is_heard_of_those_that_were_asked() -> None:
+    """Rule 8: word that there is no memory, for what is over or has not been offered, makes nobody give way."""
+    ledger = Ledger(SETTINGS)
+    for name in ("v", "heir"):
+        done(ledger, arrived(name), offered(name, name == "heir"))
+    done(ledger, ev.Allocated("v", (1,)), arrived("waits"), ev.Aborted("heir"))
+    assert done(ledger, ev.Starved("heir"), ev.Starved("waits"), ev.Starved("nobody")) == []
+    assert yielding(done(ledger, offered("waits", True), ev.Starved("waits"))) == ["v"]

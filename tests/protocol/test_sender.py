@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pushkv.model.protocol import Endpoint
+import pytest
+
+from pushkv.model.protocol import Endpoint, LocalProtocolError
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.sim.explore.world import SETTINGS
@@ -108,3 +110,16 @@ def test_words_of_strangers_and_for_others_are_counted() -> None:
     made.step([heard(msg.Grant(YOU, ME, 1, (1,)), ("X", 0)), heard(msg.Grant(9, ME, 1, (1,)))], 0.0, [])
     made.step([heard(msg.Grant(YOU, 9, 1, (1,))), heard(msg.Welcome(YOU, ME, 1), ("Y", 0))], 0.0, [])
     assert made.counters == {"stranger": 3, "misdirected": 1}
+
+
+def test_a_handle_says_what_it_is_about() -> None:
+    """Registration, number among the parts, and the first token that is wanted; not of one that is over."""
+    made = endpoint()
+    wanted = msg.Register(YOU, ME, 3, "t", 4, 1, True, 1, (1,))
+    made.step([ev.Begin("t", 10, 1, True), heard(wanted), ev.Computed("t", 8, False)], 0.0, [])
+    made.step([ev.Computed("t", 10, True)], 0.0, [])
+    assert [made.sender.about(handle) for handle in (1, 2)] == [(3, 0, 6), (3, 1, 6)]
+    made.step([heard(msg.Cancel(YOU, ME, 3, "t")), ev.Packed(1)], 0.0, [])
+    with pytest.raises(LocalProtocolError, match="handle 1 is not open"):
+        made.sender.about(1)
+    assert made.sender.about(2) == (3, 1, 6)
