@@ -6,6 +6,7 @@ The lower half of ``sender``: no event arrives here. Every shard ends in ``_clos
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from typing import Any
 
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
@@ -47,6 +48,11 @@ class Shards:
         shard.move("meet")
         if shard.state is MET and shard.outgoing.started:
             self._offer(shard, out)
+        self._pump(shard, out)
+
+    def _granted(self, shard: Shard, memory: Any, out: Out) -> None:
+        shard.memory = memory
+        shard.move("grant")
         self._pump(shard, out)
 
     def _offer(self, shard: Shard, out: Out) -> None:
@@ -245,8 +251,6 @@ class Shards:
 
     def _repeat(self, link: SenderLink, attempt: int, out: Out) -> None:
         """Say the outcome of a closed registration again; one that is forgotten has failed: nothing of it is active."""
-        if attempt in link.live:
-            return
         notices = link.tombstones.get(attempt)
         if notices is None:
             notices = [msg.Failed(self._me, link.incarnation, attempt, msg.FORGOTTEN)]

@@ -57,6 +57,17 @@ def test_a_cancel_that_overtakes_its_registration_is_kept() -> None:
     assert said(made, ev.Begin("t", 4)) == [ev.Sent("t", False, "cancelled"), ev.Released("t")]
 
 
+def test_a_repeated_registration_brings_its_grant() -> None:
+    """Once: what is repeated further, or comes without memory, changes nothing."""
+    made = endpoint()
+    bare = msg.Register(YOU, ME, 1, "t", 4, 1, False, 1)
+    made.step([ev.Begin("t", 4), heard(bare), ev.Computed("t", 4, True)], 0.0, [])
+    assert said(made, heard(bare)) == []
+    assert said(made, register(1)) == [ev.Post(1, "t", LINK, 0, 4, False, (1,))]
+    assert said(made, register(1), heard(msg.Grant(YOU, ME, 1, (1,))), heard(bare)) == []
+    assert made.sender.counters == {"register_again": 4, "grant_ignored": 1}
+
+
 def test_a_beat_repeats_the_parts_that_were_lost() -> None:
     """F19: also of what is still under way."""
     made = endpoint()
