@@ -297,7 +297,7 @@ def both_lack_a_registration(world: World) -> None:
 
 @story(profile={"straggle_s": 0.6})
 def a_grant_overtakes_its_registration(world: World) -> None:
-    """F19: a grant overtakes its registration. A beat has both said again, of which the grant is lost: one is enough."""
+    """F19: a grant overtakes its registration. A beat has both said again, of which the grant is lost."""
     request = world.request("pull", "P", "D", 8, 8, profile=replace(world.profile, straggle=1.0))
     world.run(0.05)
     request.profile = None
