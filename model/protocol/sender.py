@@ -65,11 +65,7 @@ class Sender(Shards):
             raise LocalProtocolError(f"claim of handle {handle}, which is packing or was claimed before")
         shard = write.shard
         never_posted = shard.state is GRANTED
-        if (
-            (never_posted and shard.outgoing.due <= now)
-            or not (never_posted or shard.state is WRITING)
-            or not shard.link.up
-        ):
+        if (never_posted and shard.outgoing.due <= now) or not (never_posted or shard.state is WRITING):
             return False
         shard.move("claim")
         write.stage = CLAIMED

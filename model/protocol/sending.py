@@ -62,9 +62,9 @@ class Shards:
         )
 
     def _pump(self, shard: Shard, out: Out) -> None:
-        """Plan the parts that can leave now."""
+        """Plan the parts that can leave now. (Where a link is down no shard is in a state to send.)"""
         state = shard.state
-        if (state is not GRANTED and state is not WRITING) or not shard.link.up:
+        if state is not GRANTED and state is not WRITING:
             return
         outgoing = shard.outgoing
         if shard.planned < 0:
