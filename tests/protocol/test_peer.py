@@ -111,7 +111,7 @@ def test_a_second_proof_does_not_lengthen_the_drain() -> None:
 
 
 def test_a_refusal_does_not_outlive_the_refused() -> None:
-    """Whoever is there may try again, and is told nothing of what was wrong with another try, or with another process."""
+    """Whoever is there may try again, and is not told what was wrong with another try, or with another process."""
     for gone in (False, True):
         made = Endpoint(ME, SETTINGS)
         made.step([heard(msg.Hello(YOU, 0, 1))], 0.0, [])
