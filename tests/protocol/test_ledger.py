@@ -182,6 +182,12 @@ def test_who_waits_for_room_is_not_overtaken() -> None:
     assert exposed(done(ledger, ev.FromRank(0, ev.Landed("a")), ev.Loaded("a"))) == ["b", "c"]
 
 
+def test_one_that_is_larger_than_its_peers_share_goes_alone() -> None:
+    ledger = Ledger(replace(SETTINGS, landing_segments=8, landing_share=0.5))
+    assert exposed(done(ledger, arrived("a", segments=6), offered("a"))) == ["a"]
+    assert exposed(done(ledger, arrived("b", segments=1), offered("b"))) == []
+
+
 def test_quarantine_bars_direct_transfers_only() -> None:
     """What lands in landing memory is safe whatever that peer still writes."""
     ledger = Ledger(replace(SETTINGS, quarantine_per_peer=1))

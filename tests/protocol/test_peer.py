@@ -103,6 +103,27 @@ def test_a_successor_is_taken_up_once() -> None:
     assert said(made, now=2 * at) == [ev.Disconnect(LINK, 9)]
 
 
+def test_word_of_another_death_or_connection_is_not_heard() -> None:
+    """The host speaks of processes, and another is here by now."""
+    made = endpoint()
+    made.step([ev.ProcessGone(LINK, OLD)], 0.0, [])
+    assert made.peers[LINK].state == "up"
+    made.step([ev.ProcessGone(LINK, YOU)], 0.0, [])
+    made.step([], SETTINGS.drain_s, [])
+    made.step([heard(msg.Hello(9, 0, 1)), ev.Connected(LINK, YOU)], SETTINGS.drain_s, [])
+    assert made.peers[LINK].state == "connecting"
+
+
+def test_who_is_asked_anew_is_not_answered_by_the_dead() -> None:
+    """E2: something waited for the successor while the fabric drained."""
+    made = endpoint()
+    assert said(made, heard(msg.Grant(9, ME, 1, ()))) == [msg.Hello(ME, YOU, 1)]
+    made.step([ev.ProcessGone(LINK, YOU), WANTED], 0.0, [])
+    assert said(made, now=SETTINGS.drain_s)[-1] == msg.Hello(ME, 0, 2)
+    assert said(made, heard(msg.Welcome(YOU, ME, 1)), now=SETTINGS.drain_s) == []
+    assert said(made, heard(msg.Welcome(9, ME, 2)), now=SETTINGS.drain_s) == [ev.Connect(LINK, 9, b"")]
+
+
 def test_a_second_proof_does_not_lengthen_the_drain() -> None:
     made = endpoint()
     made.step([ev.ProcessGone(LINK, YOU)], 0.0, [])
@@ -185,6 +206,15 @@ def test_who_is_heard_again_gets_new_registrations() -> None:
     made, now = _suspected()
     made.step([heard(NOTHING)], now, [])
     assert kinds(made, ev.Expect("u", (LINK,), 4, False), now=now) == ["Register"]
+
+
+def test_a_greeting_ends_suspicion() -> None:
+    for word in (msg.Hello(YOU, ME, 7), msg.Welcome(YOU, ME, 1)):
+        made, now = _suspected()
+        assert made.peers[LINK].state == "suspect"
+        made.step([heard(word)], now, [])
+        assert made.peers[LINK].state == "up"
+        assert kinds(made, ev.Expect("u", (LINK,), 4, False), now=now) == ["Register"]
 
 
 def test_suspicion_lapses_when_nothing_is_open() -> None:

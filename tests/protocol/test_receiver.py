@@ -44,6 +44,13 @@ def test_more_than_was_wanted_is_not_believed() -> None:
     assert said(made, written(0, 4, True)) == [ev.Landed("t")]
 
 
+def test_what_has_no_memory_cannot_have_been_written() -> None:
+    """F27: whoever says so."""
+    made = expecting(ev.Expect("t", (LINK,), 4, False))
+    assert said(made, written(0, 4, True)) == []
+    assert made.receiver.counters == {"written_refused": 1}
+
+
 def test_fewer_than_wanted_are_a_failure() -> None:
     """I3: all parts are there, and they do not make up the prompt."""
     made = expecting()
@@ -153,6 +160,14 @@ def test_what_is_to_give_way_can_still_be_given_up() -> None:
     assert said(made, ev.Withdraw("t", GAVE_WAY, True)) == []
     assert said(made, ev.Withdraw("t", "aborted")) == [msg.Cancel(ME, YOU, 1, "t")]
     assert said(made, ev.Withdraw("t", "aborted")) == []
+
+
+def test_what_one_sender_gives_back_all_must() -> None:
+    """Rule 8: said upwards once; the ledger's own word for it changes nothing more."""
+    made = expecting(ev.Expect("t", (LINK, OTHER), 4, False, 1, (1,)), links=(LINK, OTHER))
+    assert said(made, failed(GAVE_WAY)) == [ev.Broken("t", GAVE_WAY), msg.Cancel(ME, YOU, 1, "t", True)]
+    assert said(made, ev.Withdraw("t", GAVE_WAY, True)) == []
+    assert said(made, failed(GAVE_WAY, link=OTHER)) == [ev.Settled("t")]
 
 
 def test_what_a_sender_lacks_is_said_again_and_counted() -> None:

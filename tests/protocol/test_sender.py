@@ -266,13 +266,11 @@ def test_what_gave_way_is_still_to_be_read() -> None:
 
 def test_nobody_gives_way_where_nothing_is_gained() -> None:
     """Rule 8 at P: what has no memory, what sends already, what wants nothing, and nobody at all when none waits."""
-    bare = [msg.Register(YOU, ME, n, name, 4, 1, False, 1) for n, name in ((1, "waits"), (2, "young"))]
+    bare = [msg.Register(YOU, ME, n, name, 4, 1, False, 1) for n, name in ((1, "waits"), (5, "young"))]
     made = endpoint()
-    made.step([ev.Begin("waits", 4), heard(bare[0]), ev.Computed("waits", 4, True)], 0.0, [])
-    made.step([ev.Begin("young", 4), heard(bare[1]), register(3, "none")], 0.0, [])
-    made.step(
-        [ev.Begin("sends", 4, 1, True), register(4, "sends", packed=True), ev.Computed("sends", 2, False)], 0.0, []
-    )
+    made.step([ev.Begin("waits", 4), heard(bare[0]), ev.Computed("waits", 4, True), register(3, "gives")], 0.0, [])
+    made.step([ev.Begin("sends", 4, 1, True), register(4, "sends", packed=True)], 0.0, [])
+    made.step([ev.Computed("sends", 2, False), ev.Begin("young", 4), heard(bare[1])], 0.0, [])
     assert said(made, ev.GiveWay()) == [msg.Failed(ME, YOU, 3, GAVE_WAY)]
     assert said(made, ev.GiveWay()) == []
     made = endpoint()
@@ -347,3 +345,31 @@ def test_one_of_two_ranks_is_half_of_it() -> None:
     assert said(made, both[1]) == [ev.Post(2, "t", ("D", 1), 0, 4, False, (1,))]
     assert made.sender.claim(2, 0.0)
     assert said(made, ev.WriteDone(2))[1:] == [ev.Sent("t", True, ""), ev.Released("t")]
+
+
+def test_the_ranks_of_one_engine_share_their_end() -> None:
+    """A cancel, or a registration that cannot be served, from a rank that had none: it is over for the rest."""
+    too_long = "more tokens than the prompt has"
+    links = [("D", 4), ("D", 5)]
+    for word, answer, reason in (
+        (msg.Cancel(YOU, ME, 1, "t"), msg.Cancelled(ME, YOU, 1), "cancelled"),
+        (msg.Register(YOU, ME, 1, "t", 9, 2, False, 1), msg.Failed(ME, YOU, 1, too_long), too_long),
+    ):
+        made = endpoint(*links)
+        made.step([ev.Begin("t", 4), heard(msg.Register(YOU, ME, 1, "t", 4, 2, False, 1), links[0])], 0.0, [])
+        told = said(made, heard(word, links[1]))
+        assert told[0] == answer and ev.Sent("t", False, reason) in told
+
+
+def test_what_was_replaced_does_not_hide_what_replaced_it() -> None:
+    """F11: when the older has ended, the newer is still this transfer's, and ends with it."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4), register(1), register(2)], 0.0, [])
+    assert said(made, ev.Abort("t", "rejected")) == [
+        msg.Failed(ME, YOU, 2, "rejected"), ev.Sent("t", False, "rejected"), ev.Released("t")
+    ]  # fmt: skip
+    assert made.sender.sizes()["armed"] == 0
+    made.step([ev.Begin("u", 4), register(3, "u"), ev.Computed("u", 4, True)], 0.0, [])
+    assert made.sender.claim(1, 0.0)
+    assert ev.Sent("u", True, "") in said(made, ev.WriteDone(1))
+    assert made.sender.sizes()["armed"] == 0
