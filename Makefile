@@ -95,11 +95,13 @@ serve-demo: $(E2E_STAMP)
 explore: $(STAMP)
 	$(BIN)/pushkv explore --seeds $(SEEDS) --profile all --jobs $(JOBS)
 
-# Not part of .ci/run: measuring makes the exploration several times slower.
+# Not part of .ci/run: measuring makes tests slower. Left out: what runs the same code again and again (exhaustive worlds,
+# mutants, pairs of runs, shrinking).
+SEEN_ELSEWHERE := $(foreach name,exhaustive explore_command mutations pairs shrink,--ignore tests/protocol/test_$(name).py)
 coverage: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/protocol tests/layout --deselect tests/protocol/test_mutations.py \
-	  --cov=pushkv.model.protocol --cov=pushkv.model.layout --cov-branch --cov-report=term-missing:skip-covered \
-	  --cov-fail-under=100
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/protocol tests/layout $(SEEN_ELSEWHERE) \
+	  --ignore tests/layout/test_mutations.py --cov=pushkv.model.protocol --cov=pushkv.model.layout --cov-branch \
+	  --cov-report=term-missing:skip-covered --cov-fail-under=100
 
 lint: $(STAMP) .typing/pushkv
 	$(BIN)/ruff check .

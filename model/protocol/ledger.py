@@ -61,7 +61,6 @@ class _In:
         """As a new attempt begins."""
         self.offered, self.finished, self.landed, self.settled = set(), set(), set(), set()
         self.asked = self.starved = False
-        self.heir = ""
 
     def move(self, event: str) -> None:
         try:
@@ -336,7 +335,6 @@ class Ledger:
         entry.move("resume")
         self._register(entry, sorted(entry.settled - entry.landed), out)
         entry.settled.clear()
-        entry.heir = ""
 
     def _requeue(self, entry: _In, out: Out) -> None:
         """What gave way is registered anew: it keeps its place in time, and waits behind what is finished."""

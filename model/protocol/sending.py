@@ -6,6 +6,7 @@ The lower half of ``sender``: no event arrives here. Every shard ends in ``_clos
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from typing import Any
 
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
@@ -49,6 +50,11 @@ class Shards:
             self._offer(shard, out)
         self._pump(shard, out)
 
+    def _granted(self, shard: Shard, memory: Any, out: Out) -> None:
+        shard.memory = memory
+        shard.move("grant")
+        self._pump(shard, out)
+
     def _offer(self, shard: Shard, out: Out) -> None:
         outgoing, link = shard.outgoing, shard.link
         out.append(
@@ -56,9 +62,9 @@ class Shards:
         )
 
     def _pump(self, shard: Shard, out: Out) -> None:
-        """Plan the parts that can leave now."""
+        """Plan the parts that can leave now. (Where a link is down no shard is in a state to send.)"""
         state = shard.state
-        if (state is not GRANTED and state is not WRITING) or not shard.link.up:
+        if state is not GRANTED and state is not WRITING:
             return
         outgoing = shard.outgoing
         if shard.planned < 0:
@@ -244,8 +250,6 @@ class Shards:
 
     def _repeat(self, link: SenderLink, attempt: int, out: Out) -> None:
         """Say the outcome of a closed registration again; one that is forgotten has failed: nothing of it is active."""
-        if attempt in link.live:
-            return
         notices = link.tombstones.get(attempt)
         if notices is None:
             notices = [msg.Failed(self._me, link.incarnation, attempt, msg.FORGOTTEN)]
