@@ -99,7 +99,7 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         preempted = getattr(scheduler_output, "preempted_req_ids", None)
-        return PushMetadata(self._side().step(scheduler_output.num_scheduled_tokens, preempted))
+        return PushMetadata(self._side().step(scheduler_output.num_scheduled_tokens, preempted, scheduler_output))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -168,7 +168,8 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         return
 
     def wait_for_save(self) -> None:
-        return
+        if self._worker is not None:
+            self._worker.saved(self._orders())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self._worker is not None

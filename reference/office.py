@@ -34,10 +34,16 @@ class Open(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """To a rank: the blocks that hold the source of ``transfer_id``, from its first token on."""
+    """To a rank: the blocks that hold the source of ``transfer_id``, from its first token on.
+
+    ``step`` 0: all of it, and they are held. Else its first ``tokens`` tokens, once the engine's step ``step`` is done;
+    the list may grow.
+    """
 
     transfer_id: str
     blocks: BlockIds
+    tokens: int = 0
+    step: int = 0
 
 
 def feeders(rank: int, ranks: int, peer_tp: int, peer_pp: int = 1) -> tuple[int, ...]:
@@ -80,11 +86,13 @@ class _Arrival(msgspec.Struct, frozen=True):
     tokens: int
     total: int
     packed: bool
+    why: str = ""
 
 
 class Office:
     """``deliver(rank, command)`` hands a command to one rank, on the thread that owns the office; ``wake`` has that
     thread look. ``landing_bytes(tokens, links)``: bytes of one rank's landing memory that a transfer needs.
+    ``packed_costs_less(tokens)``: what path ``auto`` goes by where both are possible.
     """
 
     def __init__(
@@ -93,6 +101,7 @@ class Office:
         ranks: int,
         *,
         path: str,
+        packed_costs_less: Callable[[int], bool] = lambda tokens: True,
         segment_bytes: int,
         token_bytes: int,
         landing_bytes: Callable[[int, int], int],
@@ -104,6 +113,7 @@ class Office:
         self.ranks = ranks
         self.trace: Trace | None = None
         self._path, self._segment_bytes, self._token_bytes = path, segment_bytes, token_bytes
+        self._packed_costs_less = packed_costs_less
         self._landing_bytes = landing_bytes
         self._deliver, self._wake, self._stop = deliver, wake, stop
         self._inbox: deque[object] = deque()
@@ -124,20 +134,31 @@ class Office:
         self._inbox.append(command)
         self._wake()
 
-    def blocks(self, transfer_id: str, block_ids: BlockIds) -> None:
-        """Hand over block lists that begin with the prompt's first token; before ``Computed(final)`` or
-        ``Allocated``.
+    def blocks(self, transfer_id: str, block_ids: BlockIds, tokens: int = 0, step: int = 0) -> None:
+        """Hand over block lists that begin with the prompt's first token; before ``Computed`` or ``Allocated``.
+
+        ``step`` given: the first ``tokens`` tokens of a prefill are in them when that step of the engine is done.
         """
-        self._inbox.append(Table(transfer_id, block_ids))
+        self._inbox.append(Table(transfer_id, block_ids, tokens, step))
 
     def arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool | None) -> bool:
         """A request waits for the last ``tokens`` of the ``total`` tokens of ``transfer_id`` from ``peer``."""
+        why = "asked for"
         if packed is None:
-            links = max(1, peer.tp_size // self.ranks)
-            packed = self._path == "packed" or (self._path == "auto" and self.fits(tokens, links))
-        self._inbox.append(_Arrival(transfer_id, peer, tokens, total, packed))
+            packed, why = self._choose(tokens, max(1, peer.tp_size // self.ranks))
+        self._inbox.append(_Arrival(transfer_id, peer, tokens, total, packed, why))
         self._wake()
         return packed
+
+    def _choose(self, tokens: int, links: int) -> tuple[bool, str]:
+        """(packed, why): by the setting, then by memory, then by cost."""
+        if self._path != "auto":
+            return self._path == "packed", "by setting"
+        if not self.fits(tokens, links):
+            return False, "larger than the landing memory"
+        if not tokens or self._packed_costs_less(tokens):
+            return True, "costs less"
+        return False, "costs less"
 
     def news(self) -> Sequence[ev.Record]:
         """What the ledger has told since the last call, in order."""
@@ -189,7 +210,10 @@ class Office:
             if isinstance(word, _Arrival):
                 self._arrive(word, now)
             elif isinstance(word, Table):
-                self._tables[word.transfer_id] = word.blocks
+                if word.step:
+                    self._all(word)
+                else:
+                    self._tables[word.transfer_id] = word.blocks
             elif type(word) in _COMMANDS:
                 if isinstance(word, ev.Computed) and word.final:
                     self._all(Table(word.transfer_id, self._tables.pop(word.transfer_id, ())))
@@ -240,7 +264,7 @@ class Office:
         except ValueError as error:
             self._tell(ev.Fail(transfer_id, str(error), True), now)
             return
-        self._count("path:packed" if packed else "path:direct")
+        self._count(f"path:{'packed' if packed else 'direct'}, {word.why}")
         fanout = max(1, self.ranks // peer.tp_size)
         segments = self._segments(tokens, len(rows[0])) if packed else 0
         self._step(ev.Arrived(transfer_id, peer.engine_id, tuple(rows), tokens, packed, segments, fanout), now)

@@ -18,6 +18,7 @@ from pushkv.reference.decode_legs import NOTHING, Answer, DecodeLegs
 from pushkv.reference.identity import RequestLike
 from pushkv.reference.ports import BlockIds, Office, StepOrders
 from pushkv.reference.prefill_legs import PrefillLegs
+from pushkv.reference.progress import progress
 from pushkv.reference.rules import Rules
 
 
@@ -30,6 +31,7 @@ class SchedulerSide:
         self.counters: dict[str, float] = {}
         self.prefill = PrefillLegs(office, rules, self.counters)
         self.decode = DecodeLegs(office, rules, self.counters)
+        self._step = 0
 
     def on_new_request(self, request: RequestLike) -> None:
         """A request was queued. Safe to call again: versions without the hook come here at the first look-up."""
@@ -54,15 +56,18 @@ class SchedulerSide:
         if request.kv_transfer_params:
             self.decode.allocated(request, blocks, external)
 
-    def step(self, scheduled: Mapping[str, int], preempted: set[str] | None) -> StepOrders:
+    def step(self, scheduled: Mapping[str, int], preempted: set[str] | None, output: Any = None) -> StepOrders:
         """`build_connector_meta`: the end of a scheduling pass; what the workers do and report in this step.
 
         scheduled: tokens that each request computes in it. preempted: requests that lost their blocks in this pass or
-        since the last one.
+        since the last one. output: vLLM's `SchedulerOutput`, from which the chunks of prefills are read.
         """
         self._hear()
+        self._step += 1
+        orders = StepOrders(step=self._step)
         self.prefill.scheduled(scheduled, preempted or ())
-        orders = StepOrders()
+        if self._rules.chunked and self.prefill.running and output is not None:
+            orders.chunks = self.prefill.computes(progress(output, self.prefill.running), self._step)
         self.prefill.orders(orders)
         self.decode.step(bool(scheduled), orders)
         return orders
