@@ -15,9 +15,12 @@ vLLM asks thousands of times a second for each waiting request: an answer is a d
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from pushkv.model.protocol import events as ev
+from pushkv.reference.handles import AMBIGUOUS
 from pushkv.reference.identity import Identity, IdentityError, RequestLike, address_of, identify
 from pushkv.reference.metric_names import label
 from pushkv.reference.ports import Address, BlockIds, Load, Office, StepOrders
@@ -68,26 +71,22 @@ class _Leg:
         self.peer: Address | None = None
         self.direct = self.starved = self.steps_back = False
         self.unwanted = False  # the books are to be closed whatever comes
-        self.blocks: BlockIds = ()
+        self.blocks: Any = None  # vLLM's `KVCacheBlocks`
         self.reason = ""
-
-    @property
-    def key(self) -> str:
-        assert self.identity is not None
-        return self.identity.key
 
 
 class DecodeLegs:
-    """All of one engine. Every call is O(1) in the prompt but for the digest and the block list of each request."""
+    """All of one engine. Every call is O(1) in the prompt. What the office is told of is a request id: its handle."""
 
     def __init__(self, office: Office, rules: Rules, counters: dict[str, float]) -> None:
         self._office = office
         self._rules = rules
         self._counters = counters
         self._legs: dict[str, _Leg] = {}  # by request id, while vLLM has the request
-        self._keys: dict[str, _Leg] = {}  # by key, while the books have the transfer
+        self._booked: dict[str, _Leg] = {}  # the same, while the books have the transfer
         self._unasked: dict[str, _Leg] = {}  # NEW: told at the end of the step, asked or not
         self._hungry: dict[str, _Leg] = {}  # told of tokens to load in this pass, and no blocks since
+        self._loading: list[_Leg] = []  # what has landed and was given blocks in this pass
         self._orders = StepOrders()
         self._held = 0  # direct: requests whose blocks vLLM keeps for us
         self._handlers = {
@@ -99,7 +98,7 @@ class DecodeLegs:
         }
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._booked)
 
     @property
     def waiting(self) -> bool:
@@ -124,14 +123,14 @@ class DecodeLegs:
                 raise IdentityError("kv_role of this engine is kv_producer")
             identity = identify(request, randomized=self._rules.randomized_ids)
             leg.peer = address_of(params)
-            if identity.key in self._keys:
-                raise IdentityError("another live request has the same transfer id")
+            if request.request_id in self._booked:  # an id that comes again
+                raise IdentityError(AMBIGUOUS)
         except IdentityError as error:
             self._count("requests_refused:identity")
             self._lost(leg, str(error))
             return
         leg.identity = identity
-        self._keys[identity.key] = self._unasked[request.request_id] = leg
+        self._booked[request.request_id] = self._unasked[request.request_id] = leg
 
     def matched(self, request: RequestLike, computed: int) -> Answer:
         """How many tokens can be loaded beyond the `computed` ones; None: ask again later."""
@@ -184,19 +183,17 @@ class DecodeLegs:
                 return
             self._drop(leg, "not needed")
             return
+        leg.blocks = blocks
         if state is State.READY:
-            ids = self._rules.select(blocks.get_block_ids())
-            self._orders.load.append(Load(leg.request_id, leg.key, ids, leg.asked_from, leg.tokens))
+            self._loading.append(leg)
             self._close(leg)  # the ranks say Loaded
             leg.state = State.DONE
         elif state is State.ADMITTED:
-            leg.blocks = self._rules.select(blocks.get_block_ids())
             leg.state = State.HOLDING
             self._held += 1
-            self._office.blocks(leg.key, leg.blocks)
-            self._office.tell(ev.Allocated(leg.key, leg.request_id))
+            self._office.blocks(leg.request_id, partial(self._ids, leg))
+            self._office.tell(ev.Allocated(leg.request_id, leg.request_id))
         elif state is State.FAILED:
-            leg.blocks = self._rules.select(blocks.get_block_ids())
             leg.state = State.FAILING
             self._report_failed(leg)
             self._orders.received.append(leg.request_id)
@@ -210,14 +207,14 @@ class DecodeLegs:
         if leg.state is State.HOLDING:
             if leg.books is Books.OPEN:
                 leg.unwanted = True
-                self._office.tell(ev.Aborted(leg.key))
+                self._office.tell(ev.Aborted(leg.request_id))
             return  # the report comes with the memory
         self._drop(leg, "aborted")
 
-    def step(self, computes: bool, out: StepOrders) -> None:
+    def step(self, computes: bool, new: Iterable[Any], out: StepOrders) -> None:
         """The end of a scheduling pass: moves to `out` what the workers do and report in this step.
 
-        computes: whether anything was scheduled.
+        computes: whether anything was scheduled. new: what vLLM tells the workers of the requests that begin.
         """
         for leg in list(self._unasked.values()):  # vLLM had no slot to ask for it: P need not wait for that
             self._arrive(leg, 0)
@@ -225,11 +222,12 @@ class DecodeLegs:
             leg.steps_back = True
             if leg.state is State.ADMITTED and not computes and not leg.starved:
                 leg.starved = True
-                self._office.tell(ev.Starved(leg.key))
+                self._office.tell(ev.Starved(leg.request_id))
         self._hungry.clear()
+        if self._loading:
+            self._load(new, out)
         orders = self._orders
         if orders:
-            out.load += orders.load
             out.received += orders.received
             out.failed += orders.failed
             out.invalid += orders.invalid
@@ -237,7 +235,7 @@ class DecodeLegs:
 
     def reset(self) -> None:
         """The weights have changed: what has landed or will land was computed with the old ones."""
-        for leg in list(self._keys.values()):
+        for leg in list(self._booked.values()):
             if leg.state in (State.NEW, State.WAITING, State.READY, State.ADMITTED):
                 self._drop(leg, "cache was reset")
 
@@ -248,7 +246,7 @@ class DecodeLegs:
         handler = self._handlers.get(type(news))
         if handler is None:
             return False
-        leg = self._keys.get(news.transfer_id)  # type: ignore[attr-defined]
+        leg = self._booked.get(news.transfer_id)  # type: ignore[attr-defined]
         if leg is not None:
             handler(leg, news)
         return True
@@ -263,13 +261,13 @@ class DecodeLegs:
             if leg.state is State.HOLDING:
                 self._settle(leg)
         elif leg.state is State.HOLDING:
-            self._office.tell(ev.Loaded(leg.key))
+            self._office.tell(ev.Loaded(leg.request_id))
             self._close(leg)
             self._settle(leg)
         elif leg.state is State.WAITING:
             leg.books, leg.state = Books.READY, State.READY
         else:  # a dismissal has gone through
-            self._office.tell(ev.Loaded(leg.key))
+            self._office.tell(ev.Loaded(leg.request_id))
             self._close(leg)
 
     def _fail(self, leg: _Leg, news: Any) -> None:
@@ -315,7 +313,9 @@ class DecodeLegs:
         assert leg.peer is not None
         leg.base = computed
         leg.state, leg.books = State.WAITING, Books.OPEN
-        packed = self._office.arrive(leg.key, leg.peer, leg.tokens - computed, leg.tokens, None)
+        assert leg.identity is not None
+        self._office.identify(leg.request_id, leg.identity, False)
+        packed = self._office.arrive(leg.request_id, leg.peer, leg.tokens - computed, leg.tokens, None)
         leg.direct = not packed
 
     def _dismiss(self, leg: _Leg) -> None:
@@ -323,7 +323,9 @@ class DecodeLegs:
         self._unasked.pop(leg.request_id, None)
         assert leg.peer is not None
         leg.state, leg.books = State.DONE, Books.OPEN
-        self._office.arrive(leg.key, leg.peer, 0, leg.tokens, True)
+        assert leg.identity is not None
+        self._office.identify(leg.request_id, leg.identity, False)
+        self._office.arrive(leg.request_id, leg.peer, 0, leg.tokens, True)
 
     def _drop(self, leg: _Leg, reason: str) -> None:
         """The transfer is not wanted any more; the request is computed here, or gone. Not for HOLDING."""
@@ -332,9 +334,9 @@ class DecodeLegs:
             self._dismiss(leg)
         elif leg.books is Books.OPEN:
             leg.unwanted = True
-            self._office.tell(ev.Aborted(leg.key, reason))
+            self._office.tell(ev.Aborted(leg.request_id, reason))
         elif leg.books is Books.READY:
-            self._office.tell(ev.Loaded(leg.key))
+            self._office.tell(ev.Loaded(leg.request_id))
             self._close(leg)
         leg.state = State.DONE
 
@@ -344,8 +346,8 @@ class DecodeLegs:
 
     def _close(self, leg: _Leg) -> None:
         leg.books = Books.CLOSED
-        if self._keys.get(leg.key) is leg:
-            del self._keys[leg.key]
+        if self._booked.get(leg.request_id) is leg:
+            del self._booked[leg.request_id]
 
     def _settle(self, leg: _Leg) -> None:
         """Direct: nobody writes into its blocks any more: they are the request's, or vLLM's to free."""
@@ -358,9 +360,25 @@ class DecodeLegs:
     def _report_failed(self, leg: _Leg) -> None:
         self._count("loads_failed")
         self._orders.failed.append(leg.request_id)
-        if not self._rules.failed_requests and leg.blocks:
+        if not self._rules.failed_requests and leg.blocks is not None:
             first = leg.asked_from // self._rules.block_tokens
-            self._orders.invalid += leg.blocks[0][first:]
+            self._orders.invalid += self._ids(leg)[0][first:]
+
+    def _ids(self, leg: _Leg) -> BlockIds:
+        """Takes time that grows with the blocks: not for the engine's thread, but where nothing else helps. While a
+        request loads, vLLM does not touch its blocks.
+        """
+        return self._rules.select(leg.blocks.get_block_ids())
+
+    def _load(self, new: Iterable[Any], out: StepOrders) -> None:
+        """Orders the loads of this pass, with the block lists that vLLM has made for its workers."""
+        tables = {one.req_id: one.block_ids for one in new}
+        for leg in self._loading:
+            name, table = leg.request_id, tables.get(leg.request_id)
+            blocks = self._ids(leg) if table is None else self._rules.select(table)
+            out.load.append(Load(name, self._office.key(name), blocks, leg.asked_from, leg.tokens))
+            leg.blocks = None
+        self._loading.clear()
 
     def _count(self, name: str) -> None:
         self._counters[name] = self._counters.get(name, 0) + 1

@@ -6,18 +6,22 @@ nothing of vLLM; `office.py` and `rank.py` fulfil them; tests put a pair of engi
 Who calls what, and from where: everything of an `Office` but `stop` is called on vLLM's engine thread, takes O(1) and
 never blocks; everything of a `Rank` is called on the worker's thread. Each has a transfer thread of its own beside it.
 
-A transfer id here is the *key* that `identity.py` makes (the router's transfer id, the child, a digest of the prompt).
+A transfer id is, for an `Office`, vLLM's request id (`handles.py`), and for a `Rank` the *key* that `identity.py` makes
+(the router's transfer id, the child, a digest of the prompt).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pushkv.model.layout import Layout
 from pushkv.model.protocol import events as ev
 from pushkv.reference.settings import ConnectorSettings
+
+if TYPE_CHECKING:
+    from pushkv.reference.identity import Identity
 
 BlockIds = tuple[list[int], ...]
 """vLLM's block lists, one per cache group. Handed on by reference: whoever keeps one must not change it."""
@@ -97,6 +101,19 @@ class Office(Protocol):
         """What is so now; names in `metrics.py`."""
         ...
 
+    def identify(self, handle: str, identity: Identity, sends: bool) -> None:
+        """Comes before the first word about `handle`, a request id: it stands for the transfer of `identity` in all
+        words and news, until the books have closed the transfer. sends: on the sending side.
+
+        If another live handle has the same key, this one is refused: a receiving one's verdict is `Fail`, a sending
+        one is told `Finished` and `Release` when its prompt has ended.
+        """
+        ...
+
+    def key(self, handle: str) -> str:
+        """What the ranks call the transfer of `handle`, once there was news of it."""
+        ...
+
     def tell(self, event: ev.Record) -> None:
         """An event for the ledger: `Hold`, `Allocated`, `Starved`, `Loaded`, `Aborted`. In the order of the calls.
 
@@ -113,8 +130,10 @@ class Office(Protocol):
         """
         ...
 
-    def blocks(self, transfer_id: str, block_ids: BlockIds) -> None:
-        """The blocks of a transfer that is about to be `Computed(final)` (source) or `Allocated` (destination)."""
+    def blocks(self, transfer_id: str, block_ids: BlockIds | Callable[[], BlockIds]) -> None:
+        """The blocks of a transfer that is about to be `Computed(final)` (source) or `Allocated` (destination). A
+        callable is called on another thread: making the lists takes time that grows with them.
+        """
         ...
 
     def arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool | None) -> bool:
