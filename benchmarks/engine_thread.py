@@ -183,18 +183,17 @@ class Engine:
         for _ in range(200):
             self.watch.spent_ns, self.watch.calls = 0.0, {}
             self.scheduler.has_requests()
-            self.step(0.0)
+            self.step()
             found.append(self._cost(1))
         return sorted(found, key=lambda cost: cost.us)[len(found) // 2]
 
     def _cost(self, steps: int) -> Cost:
         return Cost(self.watch.spent_ns / 1e3, steps, {name: ns / 1e3 for name, ns in self.watch.calls.items()})
 
-    def step(self, period_s: float | None = None) -> None:
+    def step(self) -> None:
         """One pass, at its time."""
-        period_s = self.step_s if period_s is None else period_s
         time.sleep(max(0.0, self._next - time.monotonic()))
-        self._next = time.monotonic() + period_s
+        self._next = time.monotonic() + self.step_s
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         out = self.scheduler.schedule()

@@ -105,7 +105,16 @@ class DecodeLegs:
         """Whether vLLM keeps blocks for us, or must be told something in its next step."""
         return bool(self._held or self._orders or self._unasked)
 
+    @property
+    def stirs(self) -> bool:
+        """Whether there is something to do at the end of this pass."""
+        return bool(self._unasked or self._hungry or self._loading or self._orders)
+
     # ------------------------------------------------------------ what vLLM tells and asks
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the request was added."""
+        return request_id in self._legs
 
     def add(self, request: RequestLike) -> None:
         """First sight of a request with `do_remote_prefill`. Later calls for it do nothing."""

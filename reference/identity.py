@@ -16,12 +16,15 @@ Does not decide what to do when two live requests of one engine have the same ke
 
 from __future__ import annotations
 
+import functools
 import re
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
+
+import msgspec
 
 from pushkv.reference.ports import Address
 
@@ -63,17 +66,17 @@ def name_of(request_id: str, *, randomized: bool = True) -> RequestName:
     """Takes `request_id` apart. randomized: whether vLLM appends its random suffix (it does unless
     `VLLM_DISABLE_REQUEST_ID_RANDOMIZATION` is set).
     """
-    base = _RANDOM.sub("", request_id) if randomized else request_id
+    cut = len(request_id) - 9
+    base = request_id[:cut] if randomized and cut >= 0 and _RANDOM.match(request_id, cut) else request_id
     sample = prompt = 0
-    if found := _SAMPLE.match(base):
+    if base[:1].isdigit() and (found := _SAMPLE.match(base)):
         sample, base = int(found[1]), base[found.end() :]
-    if found := _PROMPT.match(base):
+    if base.startswith("cmpl-") and (found := _PROMPT.match(base)):
         base, prompt = found[1], int(found[2])
     return RequestName(base, prompt, sample)
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True):
     """One end of a transfer. transfer_id: without the child's numbers, as the other leg must be told. name: the key but
     for the digest. parts: what decides, beside the tokens, what is in the cache. tokens: vLLM's own list, of which the
     first `count` and `tail` after them make the prompt.
@@ -82,9 +85,12 @@ class Identity:
     transfer_id: str
     name: str
     parts: tuple[str, ...]
-    tokens: list[int] = field(repr=False)
+    tokens: list[int]
     count: int
     tail: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Identity({self.name!r}, {self.count + len(self.tail)} tokens)"
 
     def key(self) -> str:
         """As the protocol knows the transfer. Takes 20 to 60 µs per 1,000 tokens: not for the engine's thread. Raises
@@ -136,20 +142,29 @@ def address_of(params: Mapping[str, Any]) -> Address:
     """Where the prefill engine is, from what the router gave. It comes from the network: everything is checked.
     Raises `IdentityError`.
     """
-    engine_id, host = params.get("remote_engine_id"), params.get("remote_host")
+    given = [params.get(name) for name in ("remote_engine_id", "remote_host", "remote_port", "tp_size")]
+    try:
+        return _known_address(*((type(value), value) for value in given))
+    except TypeError:  # not even hashable: certainly not what it should be
+        return _address(*given)
+
+
+@functools.lru_cache(256)
+def _known_address(*given: tuple[type, Any]) -> Address:
+    """By type, too: True is not 1."""
+    return _address(*(value for _, value in given))
+
+
+def _address(engine_id: Any, host: Any, port: Any, tp_size: Any) -> Address:
     for name, value in (("remote_engine_id", engine_id), ("remote_host", host)):
         if not isinstance(value, str) or not 0 < len(value) <= 255 or any(c.isspace() for c in value):
             raise IdentityError(f"{name} is missing or not a name")
-    port = _number(params, "remote_port", 65535)
-    tp_size = _number(params, "tp_size", 1024)
-    assert isinstance(engine_id, str) and isinstance(host, str)
-    return Address(engine_id, host, port, tp_size)
+    return Address(engine_id, host, _number("remote_port", port, 65535), _number("tp_size", tp_size, 1024))
 
 
-def _number(params: Mapping[str, Any], field: str, most: int) -> int:
-    value = params.get(field)
+def _number(name: str, value: Any, most: int) -> int:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 5:
         value = int(value)  # some routers keep ports as text
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise IdentityError(f"{field} is missing or not from 1 to {most}")
+        raise IdentityError(f"{name} is missing or not from 1 to {most}")
     return value

@@ -85,7 +85,11 @@ class StepOrders:
     preempted: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.load or self.sent or self.received or self.failed)
+        return bool(self.load or self.sent or self.received or self.failed or self.invalid or self.preempted)
+
+
+IDLE = StepOrders()
+"""Nothing to do: one for all steps. Nobody may add to it."""
 
 
 class Office(Protocol):

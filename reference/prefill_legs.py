@@ -61,6 +61,11 @@ class PrefillLegs:
         """Whether vLLM keeps blocks for us, or must be told that it need not any more."""
         return bool(self._sending or self._sent)
 
+    @property
+    def stirs(self) -> bool:
+        """Whether there is something to report in this step."""
+        return bool(self._sent or self._lost_blocks)
+
     def add(self, request: RequestLike) -> None:
         """First sight of a request with `do_remote_decode`. Later calls for it do nothing."""
         if request.request_id in self._legs or request.request_id in self._plain:

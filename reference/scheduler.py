@@ -16,7 +16,7 @@ from typing import Any
 from pushkv.model.protocol import events as ev
 from pushkv.reference.decode_legs import NOTHING, Answer, DecodeLegs
 from pushkv.reference.identity import RequestLike
-from pushkv.reference.ports import BlockIds, Office, StepOrders
+from pushkv.reference.ports import IDLE, BlockIds, Office, StepOrders
 from pushkv.reference.prefill_legs import PrefillLegs
 from pushkv.reference.rules import Rules
 
@@ -46,7 +46,8 @@ class SchedulerSide:
         if not request.kv_transfer_params:
             return NOTHING
         self._hear()
-        self.on_new_request(request)
+        if not self.decode.knows(request.request_id):
+            self.on_new_request(request)
         return self.decode.matched(request, computed)
 
     def allocated(self, request: RequestLike, blocks: Any, external: int) -> None:
@@ -62,6 +63,8 @@ class SchedulerSide:
         """
         self._hear()
         self.prefill.scheduled(scheduled, preempted or ())
+        if not (self.prefill.stirs or self.decode.stirs):
+            return IDLE
         orders = StepOrders()
         self.prefill.orders(orders)
         self.decode.step(bool(scheduled), new, orders)

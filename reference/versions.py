@@ -18,6 +18,7 @@ does about each hook. `check` compares the hooks with what is written here: a te
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,10 +46,16 @@ def abilities(base: type) -> Abilities:
 
 def results(base: type, sent: set[str], received: set[str], failed: set[str]) -> Any:
     """What `get_transfer_results` returns, where it exists."""
+    return _results_of(base)(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+
+@functools.cache
+def _results_of(base: type) -> Any:
+    """Looked for once: it is asked for in every step."""
     kind = getattr(inspect.getmodule(base), "KVConnectorTransferResults", None)
     if kind is None:
         raise RuntimeError("this vLLM asks for transfer results, but has no KVConnectorTransferResults")
-    return kind(finished_sending=sent, finished_recving=received, failed_recving=failed)
+    return kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ class WorkerSide:
 
     def begin(self, orders: StepOrders) -> None:
         """`bind_connector_metadata`: what this step reports, whichever hook asks for it first."""
+        if not orders:
+            return
         self._sent.update(orders.sent)
         self._received.update(orders.received)
         self._failed.update(orders.failed)
