@@ -98,9 +98,8 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         self._side().allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        out = scheduler_output
-        preempted = getattr(out, "preempted_req_ids", None)
-        return PushMetadata(self._side().step(out.num_scheduled_tokens, preempted, out.scheduled_new_reqs))
+        preempted = getattr(scheduler_output, "preempted_req_ids", None)
+        return PushMetadata(self._side().step(scheduler_output.num_scheduled_tokens, preempted, scheduler_output))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

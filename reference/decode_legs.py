@@ -220,10 +220,10 @@ class DecodeLegs:
             return  # the report comes with the memory
         self._drop(leg, "aborted")
 
-    def step(self, computes: bool, new: Iterable[Any], out: StepOrders) -> None:
+    def step(self, computes: bool, output: Any, out: StepOrders) -> None:
         """The end of a scheduling pass: moves to `out` what the workers do and report in this step.
 
-        computes: whether anything was scheduled. new: what vLLM tells the workers of the requests that begin.
+        computes: whether anything was scheduled. output: vLLM's `SchedulerOutput`.
         """
         for leg in list(self._unasked.values()):  # vLLM had no slot to ask for it: P need not wait for that
             self._arrive(leg, 0)
@@ -234,7 +234,7 @@ class DecodeLegs:
                 self._office.tell(ev.Starved(leg.request_id))
         self._hungry.clear()
         if self._loading:
-            self._load(new, out)
+            self._load(() if output is None else output.scheduled_new_reqs, out)
         orders = self._orders
         if orders:
             out.received += orders.received

@@ -17,7 +17,7 @@ COUNTERS: Mapping[str, str] = {
     "bytes_sent": "bytes written into other engines",
     "bytes_received": "bytes that landed",
     "descriptors": "contiguous pieces handed to the transport",
-    "path": "transfers by path and by the reason for it",
+    "path": "prompts waited for, by the path they were to take and why, counted on the decode engine",
     "writes_broken": "writes that ended with an error",
     "gave_way": "transfers that gave their memory to another one and came back",
     "messages_refused": "frames of the side channel that were malformed, unknown or not authentic",
@@ -85,10 +85,11 @@ class Tally:
         times = self.data["times"]
         for one in records:
             for name in TIMES:
-                if isinstance(one.get(name), (int, float)):
-                    times.setdefault(name, []).append(float(one[name]))
-            if one.get("path"):
-                self.count({f"path:{label(str(one['path']))}, {one.get('why', '')}": 1})
+                value = one.get(name)
+                if (
+                    isinstance(value, (int, float)) and value > 0
+                ):  # 0: it has not happened, as a gather on the direct path
+                    times.setdefault(name, []).append(float(value))
 
     def add(self, other: Mapping[str, Any]) -> None:
         self.count(other.get("counters", {}))

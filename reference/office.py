@@ -82,6 +82,7 @@ class _Arrival(msgspec.Struct, frozen=True):
     tokens: int
     total: int
     packed: bool
+    why: str
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -154,10 +155,13 @@ class Office:
 
     def arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool | None) -> bool:
         """A request waits for the last ``tokens`` of the ``total`` tokens of ``transfer_id`` from ``peer``."""
+        why = "as asked"
         if packed is None:
-            links = max(1, peer.tp_size // self.ranks)
-            packed = self._path == "packed" or (self._path == "auto" and self.fits(tokens, links))
-        self._inbox.append(_Arrival(transfer_id, peer, tokens, total, packed))
+            why = "setting" if self._path != "auto" else "too large to land"
+            packed = self._path == "packed"
+            if self._path == "auto" and self.fits(tokens, max(1, peer.tp_size // self.ranks)):
+                packed, why = True, "it fits"
+        self._inbox.append(_Arrival(transfer_id, peer, tokens, total, packed, why))
         self._wake()
         return packed
 
@@ -278,7 +282,8 @@ class Office:
             self._tell(ev.Fail(transfer_id, str(error), True), now)
             self._over(transfer_id)
             return
-        self._count("path:packed" if packed else "path:direct")
+        if tokens:
+            self._count(f"path:{'packed' if packed else 'direct'}, {word.why}")
         fanout = max(1, self.ranks // peer.tp_size)
         segments = self._segments(tokens, len(rows[0])) if packed else 0
         self._step(ev.Arrived(transfer_id, peer.engine_id, tuple(rows), tokens, packed, segments, fanout), now)

@@ -10,7 +10,7 @@ Needs no vLLM: everything it touches of vLLM's objects is named in `identity.Req
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pushkv.model.protocol import events as ev
@@ -55,11 +55,11 @@ class SchedulerSide:
         if request.kv_transfer_params:
             self.decode.allocated(request, blocks, external)
 
-    def step(self, scheduled: Mapping[str, int], preempted: set[str] | None, new: Iterable[Any] = ()) -> StepOrders:
+    def step(self, scheduled: Mapping[str, int], preempted: set[str] | None, output: Any = None) -> StepOrders:
         """`build_connector_meta`: the end of a scheduling pass; what the workers do and report in this step.
 
         scheduled: tokens that each request computes in it. preempted: requests that lost their blocks in this pass or
-        since the last one. new: `scheduled_new_reqs`, whose block lists vLLM has made already.
+        since the last one. output: vLLM's `SchedulerOutput`, which holds block lists that vLLM has made already.
         """
         self._hear()
         self.prefill.scheduled(scheduled, preempted or ())
@@ -67,7 +67,7 @@ class SchedulerSide:
             return IDLE
         orders = StepOrders()
         self.prefill.orders(orders)
-        self.decode.step(bool(scheduled), new, orders)
+        self.decode.step(bool(scheduled), output, orders)
         return orders
 
     def finished(

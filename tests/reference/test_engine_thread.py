@@ -117,7 +117,8 @@ def test_a_packed_load_takes_the_block_lists_that_vllm_has_made() -> None:
     assert desk.side.matched_tokens(one, 0) == (4999, False)
     desk.side.allocated(one, Blocks(blocks), 4999)
     new = SimpleNamespace(req_id=one.request_id, block_ids=(blocks,))
-    (load,) = desk.side.step({one.request_id: 1}, None, [new]).load
+    output = SimpleNamespace(scheduled_new_reqs=[new])
+    (load,) = desk.side.step({one.request_id: 1}, None, output).load
     assert load.blocks[0] is blocks and load.transfer_id == key and load.request_id == one.request_id
     desk.side.finished(one, (blocks,), True)
 
