@@ -52,6 +52,8 @@ REASONS = (
     "local prefix has changed", "cache was reset", "packed", "direct", "role", "identity", "ambiguous", "backoff",
 )  # fmt: skip
 OTHER = "other"
+EVERY_S = 0.5
+"""Between two tallies of one side."""
 
 
 def label(reason: str, known: Iterable[str] = REASONS) -> str:
@@ -122,14 +124,29 @@ class Tally:
 
 
 class Meter:
-    """Turns running totals into tallies: each call gives what has happened since the last one."""
+    """Turns running totals into tallies: each call gives what has happened since the last one, at most every
+    `EVERY_S`, unless it is `urgent`.
+    """
 
-    __slots__ = ("_before", "_gauges", "_who")
+    __slots__ = ("_before", "_gauges", "_read_at", "_who", "urgent")
 
     def __init__(self, who: str) -> None:
         self._who = who
         self._before: dict[str, float] = {}
         self._gauges: dict[str, float] = {}
+        self._read_at = 0.0
+        self.urgent = False
+
+    def due(self, now: float) -> bool:
+        """Whether it is time for a tally; `now` in seconds of the monotonic clock. Yes is said once."""
+        if not self.urgent and now - self._read_at < EVERY_S:
+            return False
+        self.urgent, self._read_at = False, now
+        return True
+
+    def stale(self, counters: Mapping[str, float], gauges: Mapping[str, float]) -> bool:
+        """Whether something has happened since the last tally."""
+        return counters != self._before or gauges != self._gauges
 
     def read(
         self, counters: Mapping[str, float], gauges: Mapping[str, float], records: Iterable[Mapping[str, Any]] = ()

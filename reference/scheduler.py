@@ -85,6 +85,11 @@ class SchedulerSide:
         """`has_pending_push_work`: the engine must go on stepping although it has nothing to compute."""
         return self.prefill.waiting or self.decode.waiting
 
+    @property
+    def open(self) -> bool:
+        """Whether a verdict is still to come."""
+        return bool(len(self.prefill) or len(self.decode))
+
     def reset(self) -> bool:
         """`reset_cache`: nothing computed with the old weights is sent or loaded from now on."""
         self._hear()

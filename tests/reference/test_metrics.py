@@ -22,6 +22,14 @@ def test_a_meter_gives_what_has_happened_since() -> None:
     assert second.data == {"counters": {"bytes_sent": 5}, "gauges": {"peers|rank 0": 0}, "times": {}}
 
 
+def test_a_meter_is_due_now_and_then_or_when_it_is_urgent() -> None:
+    meter = Meter("office")
+    assert meter.due(100.0) and not meter.due(100.2) and meter.due(100.6)
+    assert not meter.stale({}, {}) and meter.stale({"a": 1}, {}) and meter.stale({}, {"b": 1.0})
+    meter.urgent = True
+    assert meter.due(100.7) and not meter.due(100.8)
+
+
 @pytest.mark.parametrize(
     ("path", "tokens", "counted"),
     [

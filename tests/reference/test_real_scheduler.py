@@ -147,7 +147,10 @@ class Vllm:
         assert not self.scheduler.requests
         assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == self.blocks
         self.connector._scheduler._hear()
-        assert not self.connector.has_pending_push_work()
+        for _ in range(2):  # the second time there is nothing new
+            pending = self.connector.has_pending_push_work()
+            self.connector.get_kv_connector_stats()
+        assert not pending
         assert self.engine.ledger.open() == (0, 0)
 
 
@@ -193,6 +196,21 @@ def test_a_prompt_is_handed_over(model: Path, packed: bool) -> None:
     assert both.p.returned[p]["remote_num_tokens"] == 70
     scattered = [one for one in both.d.engine.told if type(one).__name__ == "Loaded"]
     assert len(scattered) == 1
+
+
+def test_an_idle_engine_steps_until_its_metrics_are_out(model: Path) -> None:
+    both = Both(model, packed=True)
+    both.decode(), both.prefill()
+    both.until_quiet()
+    connector, engine = both.d.connector, both.d.engine
+    engine.counters = {"path:packed, setting": 1}
+    assert both.d.scheduler.has_requests()  # something is new, and vLLM would sleep on it
+    reported = connector.get_kv_connector_stats()
+    assert reported is not None and reported.data["counters"] == {"path:packed, setting": 1}
+    assert not both.d.scheduler.has_requests()
+    engine.counters = {"path:packed, setting": 2}
+    connector._busy_at -= 10.0
+    assert not both.d.scheduler.has_requests()  # it is idle for long: nothing of ours wakes it
 
 
 @pytest.mark.parametrize("steps", range(7))
