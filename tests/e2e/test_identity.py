@@ -1,4 +1,4 @@
-"""A prompt is more than its tokens: with another cache salt or another adapter it is another prompt, and never meets."""
+"""A prompt is more than its tokens: with another cache salt it is another prompt, and never meets."""
 
 from __future__ import annotations
 
