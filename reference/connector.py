@@ -68,6 +68,7 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._meter = Meter("office")
         self._busy_at = -LINGER_S
+        self._pool: Any = None
         if role == KVConnectorRole.SCHEDULER:
             rules_of(vllm_config, kv_cache_config, self._setup, KVConnectorBase_V1)  # what is impossible is said now
         else:
@@ -85,6 +86,10 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         alone = local.get(self._setup.engine_id) if len(cards) == 1 else None
         open_office = opener_of_offices()
         self._scheduler = SchedulerSide(open_office(sized(self._setup, cards), cards, alone), rules)
+        self._scheduler.decode.pool = self._pool
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
 
     def _side(self) -> SchedulerSide:
         if self._scheduler is None:

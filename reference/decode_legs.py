@@ -6,73 +6,31 @@ verdicts or when memory is free: those are the ledger's, and come as news. It ha
 
 Packed: NEW -> WAITING -> READY -> DONE; no block is held while it waits, the load is part of the step that starts it.
 Direct: NEW -> WAITING -> ADMITTED -> HOLDING -> DONE; vLLM holds the blocks and waits for our report.
-Failed: -> FAILED -> DONE, computed here; or, when failing is the policy, FAILED -> FAILING -> DONE: vLLM can only be
-told of a failed load for a request that it believes to be loading, so one block is asked for and reported as failed.
+Failed before it has blocks: -> FAILED -> DONE, computed here; or, when failing is the policy, FAILED -> FAILING -> DONE:
+vLLM can only be told of a failed load for a request that it believes to be loading, so one block is asked for and
+reported as failed. Failed later, and computed here: in other blocks, when those that may still be written are kept from
+everybody by a reference of ours, or else when they are settled.
 
 vLLM asks thousands of times a second for each waiting request: an answer is a dictionary look-up.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from pushkv.model.protocol import events as ev
+from pushkv.reference.decode_leg import Books, Leg, State
 from pushkv.reference.handles import AMBIGUOUS
-from pushkv.reference.identity import Identity, IdentityError, RequestLike, address_of, identify
+from pushkv.reference.identity import IdentityError, RequestLike, address_of, identify
 from pushkv.reference.metric_names import label
-from pushkv.reference.ports import Address, BlockIds, Load, Office, StepOrders
+from pushkv.reference.ports import BlockIds, Load, Office, StepOrders
 from pushkv.reference.rules import Rules
 
 Answer = tuple[int | None, bool]
 LATER: Answer = (None, False)
 NOTHING: Answer = (0, False)
-
-
-class State(enum.Enum):
-    NEW = "new"
-    WAITING = "waiting"
-    READY = "ready"
-    ADMITTED = "admitted"
-    HOLDING = "holding"
-    FAILED = "failed"
-    FAILING = "failing"
-    DONE = "done"
-
-
-class Books(enum.Enum):
-    """What the ledger has of a transfer, as far as its news tell."""
-
-    UNTOLD = "untold"
-    OPEN = "open"  # its verdict is still to come
-    READY = "ready"  # landed; waits for Loaded
-    FAILED = "failed"  # direct: the verdict is failed, the memory not settled
-    CLOSED = "closed"
-
-
-class _Leg:
-    __slots__ = (
-        "asked_from", "base", "blocks", "books", "direct", "identity", "length", "peer", "prompt", "reason",
-        "request_id", "starved", "state", "steps_back", "tokens", "unwanted",
-    )  # fmt: skip
-
-    def __init__(self, request_id: str, prompt: int, length: int, tokens: int) -> None:
-        self.request_id = request_id
-        self.prompt = prompt  # tokens of the prompt
-        self.length = length  # of which so many move
-        self.tokens = tokens  # the same, rounded up to what the layout can move
-        self.base = 0  # the first token that was asked for
-        self.asked_from = 0  # tokens that were computed here when vLLM was last answered
-        self.state = State.NEW
-        self.books = Books.UNTOLD
-        self.identity: Identity | None = None
-        self.peer: Address | None = None
-        self.direct = self.starved = self.steps_back = False
-        self.unwanted = False  # the books are to be closed whatever comes
-        self.blocks: Any = None  # vLLM's `KVCacheBlocks`
-        self.reason = ""
 
 
 class DecodeLegs:
@@ -82,13 +40,14 @@ class DecodeLegs:
         self._office = office
         self._rules = rules
         self._counters = counters
-        self._legs: dict[str, _Leg] = {}  # by request id, while vLLM has the request
-        self._booked: dict[str, _Leg] = {}  # the same, while the books have the transfer
-        self._unasked: dict[str, _Leg] = {}  # NEW: told at the end of the step, asked or not
-        self._hungry: dict[str, _Leg] = {}  # told of tokens to load in this pass, and no blocks since
-        self._loading: list[_Leg] = []  # what has landed and was given blocks in this pass
+        self._legs: dict[str, Leg] = {}  # by request id, while vLLM has the request
+        self._booked: dict[str, Leg] = {}  # the same, while the books have the transfer
+        self._unasked: dict[str, Leg] = {}  # NEW: told at the end of the step, asked or not
+        self._hungry: dict[str, Leg] = {}  # told of tokens to load in this pass, and no blocks since
+        self._loading: list[Leg] = []  # what has landed and was given blocks in this pass
         self._orders = StepOrders()
-        self._held = 0  # direct: requests whose blocks vLLM keeps for us
+        self._held = 0  # direct: requests whose blocks vLLM keeps for us, or we from others
+        self.pool: Any = None  # vLLM's `BlockPool`, where there is one
         self._handlers = {
             ev.Admit: self._admit,
             ev.Ready: self._ready,
@@ -124,7 +83,7 @@ class DecodeLegs:
         length = self._rules.moved(prompt)
         if not length:
             return
-        leg = self._legs[request.request_id] = _Leg(request.request_id, prompt, length, self._rules.rounded(length))
+        leg = self._legs[request.request_id] = Leg(request.request_id, prompt, length, self._rules.rounded(length))
         params = request.kv_transfer_params
         assert params is not None
         try:
@@ -260,11 +219,11 @@ class DecodeLegs:
             handler(leg, news)
         return True
 
-    def _admit(self, leg: _Leg, news: Any) -> None:
+    def _admit(self, leg: Leg, news: Any) -> None:
         if leg.state is State.WAITING:
             leg.state = State.ADMITTED
 
-    def _ready(self, leg: _Leg, news: Any) -> None:
+    def _ready(self, leg: Leg, news: Any) -> None:
         if leg.unwanted:  # told meanwhile that it is not wanted: the books are closed by that
             self._close(leg)
             if leg.state is State.HOLDING:
@@ -279,22 +238,38 @@ class DecodeLegs:
             self._office.tell(ev.Loaded(leg.request_id))
             self._close(leg)
 
-    def _fail(self, leg: _Leg, news: Any) -> None:
+    def _fail(self, leg: Leg, news: Any) -> None:
         if leg.state is State.HOLDING:
             leg.books = Books.FAILED  # Free follows, now or when it is settled
             if not leg.unwanted:
                 self._report_failed(leg)
+                if self._rules.recompute and not news.settled and self.pool is not None:
+                    self._keep(leg)
             return
         self._close(leg)
         if leg.state is not State.DONE and not leg.unwanted:
             self._lost(leg, news.reason)
 
-    def _free(self, leg: _Leg, news: Any) -> None:
+    def _keep(self, leg: Leg) -> None:
+        """The request goes on at once, in other blocks: those that may still be written are kept from everybody, by a
+        reference of ours, until it is settled.
+        """
+        leg.kept = [block for group in leg.blocks.blocks for block in group if not block.is_null]
+        self.pool.touch(leg.kept)
+        self._count("blocks_kept", len(leg.kept))
+        self._settle(leg)
+        self._held += 1  # the engine must hear when they are free
+
+    def _free(self, leg: Leg, news: Any) -> None:
         self._close(leg)
         if leg.state is State.HOLDING:
             self._settle(leg)
+        elif leg.kept:
+            self.pool.free_blocks(reversed(leg.kept))
+            leg.kept = []
+            self._held -= 1
 
-    def _take_back(self, leg: _Leg, news: Any) -> None:
+    def _take_back(self, leg: Leg, news: Any) -> None:
         """It gave way: vLLM must free the blocks and queue the request again. Where vLLM has no way for that, it is
         computed here or fails, by the policy.
         """
@@ -313,11 +288,11 @@ class DecodeLegs:
 
     # ------------------------------------------------------------ one leg
 
-    def _useful(self, leg: _Leg, computed: int) -> int:
+    def _useful(self, leg: Leg, computed: int) -> int:
         """Tokens that spare work: the last token of the prompt is computed here in any case."""
         return min(leg.length, leg.prompt - 1) - computed
 
-    def _arrive(self, leg: _Leg, computed: int) -> None:
+    def _arrive(self, leg: Leg, computed: int) -> None:
         self._unasked.pop(leg.request_id, None)
         assert leg.peer is not None
         leg.base = computed
@@ -327,7 +302,7 @@ class DecodeLegs:
         packed = self._office.arrive(leg.request_id, leg.peer, leg.tokens - computed, leg.tokens, None)
         leg.direct = not packed
 
-    def _dismiss(self, leg: _Leg) -> None:
+    def _dismiss(self, leg: Leg) -> None:
         """Nothing is needed of a transfer that was never registered: P is told, so that it can let go."""
         self._unasked.pop(leg.request_id, None)
         assert leg.peer is not None
@@ -336,7 +311,7 @@ class DecodeLegs:
         self._office.identify(leg.request_id, leg.identity, False)
         self._office.arrive(leg.request_id, leg.peer, 0, leg.tokens, True)
 
-    def _drop(self, leg: _Leg, reason: str) -> None:
+    def _drop(self, leg: Leg, reason: str) -> None:
         """The transfer is not wanted any more; the request is computed here, or gone. Not for HOLDING."""
         self._hungry.pop(leg.request_id, None)
         if leg.books is Books.UNTOLD and leg.identity is not None:
@@ -349,16 +324,16 @@ class DecodeLegs:
             self._close(leg)
         leg.state = State.DONE
 
-    def _lost(self, leg: _Leg, reason: str) -> None:
+    def _lost(self, leg: Leg, reason: str) -> None:
         leg.state, leg.reason = State.FAILED, reason
         self._count(f"loads_lost:{label(reason)}")
 
-    def _close(self, leg: _Leg) -> None:
+    def _close(self, leg: Leg) -> None:
         leg.books = Books.CLOSED
         if self._booked.get(leg.request_id) is leg:
             del self._booked[leg.request_id]
 
-    def _settle(self, leg: _Leg) -> None:
+    def _settle(self, leg: Leg) -> None:
         """Direct: nobody writes into its blocks any more: they are the request's, or vLLM's to free."""
         self._orders.received.append(leg.request_id)
         self._held -= 1
@@ -366,14 +341,14 @@ class DecodeLegs:
         for other in self._hungry.values():
             other.starved = False
 
-    def _report_failed(self, leg: _Leg) -> None:
+    def _report_failed(self, leg: Leg) -> None:
         self._count("loads_failed")
         self._orders.failed.append(leg.request_id)
         if not self._rules.failed_requests and leg.blocks is not None:
             first = leg.asked_from // self._rules.block_tokens
             self._orders.invalid += self._ids(leg)[0][first:]
 
-    def _ids(self, leg: _Leg) -> BlockIds:
+    def _ids(self, leg: Leg) -> BlockIds:
         """Takes time that grows with the blocks: not for the engine's thread, but where nothing else helps. While a
         request loads, vLLM does not touch its blocks.
         """
@@ -389,5 +364,5 @@ class DecodeLegs:
             leg.blocks = None
         self._loading.clear()
 
-    def _count(self, name: str) -> None:
-        self._counters[name] = self._counters.get(name, 0) + 1
+    def _count(self, name: str, by: int = 1) -> None:
+        self._counters[name] = self._counters.get(name, 0) + by

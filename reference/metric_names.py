@@ -25,6 +25,7 @@ COUNTERS: Mapping[str, str] = {
     "requests_refused": "requests whose transfer parameters could not be used, by reason",
     "loads_failed": "requests that vLLM was told have failed to load",
     "loads_lost": "requests whose prompt did not come, computed here or failed by the policy",
+    "blocks_kept": "KV blocks of failed loads that nobody could use until they were proven free",
     "records_dropped": "records of single transfers that nobody fetched in time",
 }
 GAUGES: Mapping[str, str] = {

@@ -12,7 +12,7 @@ does about each hook. `check` compares the hooks with what is written here: a te
 | `wait_for_save` on empty steps | no | yes | nothing hangs on it |
 | prefill preempted in its last step | delivered without its blocks | computed again | older: the transfer is aborted |
 | `register_cross_layers_kv_cache` | when preferred | gone | never preferred |
-| cache manager | `bind_gpu_block_pool` | `bind_kv_cache_manager` too | neither is needed |
+| cache manager | `bind_gpu_block_pool` | `bind_kv_cache_manager` calls it | the pool is used where it is told of |
 | `supports_sleep_mode` and its hooks | | 0.33 | sleep is refused: peers hold this memory registered |
 """
 
@@ -83,8 +83,8 @@ HOOKS: Mapping[str, Hook] = {
     "get_finished_count": Hook((), "None: every rank reports"),
     "set_xfer_handshake_metadata": Hook(("metadata",), "opens the office with the ranks' cards", True),
     "set_xfer_handshake_metadata_pp_aware": Hook(("metadata",), "inherited: refuses pipeline stages"),
-    "bind_kv_cache_manager": Hook(("kv_cache_manager",), _IGNORED),
-    "bind_gpu_block_pool": Hook(("gpu_block_pool",), _IGNORED),
+    "bind_kv_cache_manager": Hook(("kv_cache_manager",), "inherited: binds the block pool"),
+    "bind_gpu_block_pool": Hook(("gpu_block_pool",), "keeps blocks from others that may still be written"),
     "get_loaded_kv_cache_group_ids": Hook(("request",), "all groups that are handed over"),
     "get_external_cache_hit_sources": Hook(("request", "num_external_tokens"), "inherited: from a peer"),
     "register_finished_partial_tail": Hook(("request", "block_ids", "partial_tail_offloads"), _IGNORED),

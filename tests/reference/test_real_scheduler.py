@@ -83,6 +83,7 @@ class Vllm:
         rules = self._rules(config, caches)
         assert rules.recompute == (policy == "recompute") and rules.failed_requests and rules.unit_tokens in (1, BLOCK)
         self.connector._scheduler = SchedulerSide(self.engine, rules)
+        self.connector._scheduler.decode.pool = self.connector._pool
         self.blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         self.ended: dict[str, str] = {}
         self.returned: dict[str, Any] = {}
@@ -261,3 +262,27 @@ def test_a_direct_write_in_flight_keeps_the_blocks_of_an_aborted_request(model: 
     both.cluster.stuck = False
     both.p.engine.release_writes()
     both.until_quiet()
+
+
+def test_an_unsettled_failure_is_computed_in_other_blocks_at_once(model: Path) -> None:
+    """Direct, `recompute`: the blocks that may still be written are kept from everybody, and the request goes on."""
+    both = Both(model, packed=False, policy="recompute")
+    both.prefill()
+    d = both.decode()
+    both.cluster.stuck = True
+    both.steps(5)
+    both.cluster.cut.add("P")
+    pool = both.d.scheduler.kv_cache_manager.block_pool
+    for _ in range(40):
+        both.d.step()
+        both.cluster.wait(0.5)
+    assert both.d.ended[d] == "LENGTH"
+    assert pool.get_num_free_blocks() == both.d.blocks - 3  # 70 tokens
+    assert both.d.scheduler.has_requests(), "nobody would give the blocks back"
+    both.cluster.cut.clear()
+    both.cluster.stuck = False
+    both.p.engine.release_writes()
+    for _ in range(10):
+        both.cluster.wait(1.0)
+        both.steps(1)
+    both.d.check_empty()
