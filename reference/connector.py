@@ -161,8 +161,8 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
     def prefer_cross_layer_blocks(self) -> bool:
         return False
 
-    @property
-    def supports_sleep_mode(self) -> bool:
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """Peers write into this memory while it is registered: it cannot go away under them."""
         return False
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,9 +115,9 @@ HOOKS: Mapping[str, Hook] = {
     "set_host_xfer_buffer_ops": Hook(("copy_operation",), "nothing: caches are registered where they are"),
     "get_mem_pool_context": Hook((), _IGNORED),
     "shutdown": Hook((), "drains, then stops"),
-    "supports_sleep_mode": Hook(None, "false"),
-    "unregister_kv_caches": Hook((), "refused"),
-    "restore_kv_caches": Hook(("kv_caches",), "refused"),
+    "supports_sleep_mode": Hook(("kv_transfer_config",), "false, asked of the class"),
+    "unregister_kv_caches": Hook((), "never comes: sleep is refused"),
+    "restore_kv_caches": Hook((), "never comes: sleep is refused"),
     # both, and of the class
     "role": Hook(None, "inherited"),
     "build_kv_connector_stats": Hook(("data",), "PushStats"),
@@ -145,10 +145,10 @@ class Finding:
         return self.state == "changed" or (self.state == "absent" and required)
 
 
-def check(base: type, *others: type) -> list[Finding]:
-    """Every hook of KVConnectorBase_V1 (and of SupportsHMA), and what we do about it."""
+def hooks_of(*kinds: type) -> dict[str, tuple[str, ...] | None]:
+    """The public hooks of vLLM's base classes with their parameters after self; None: a property."""
     there: dict[str, tuple[str, ...] | None] = {}
-    for kind in (base, *others):
+    for kind in kinds:
         for name, member in vars(kind).items():
             if name.startswith("_"):
                 continue
@@ -158,16 +158,28 @@ def check(base: type, *others: type) -> list[Finding]:
                 function = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
                 names = tuple(inspect.signature(function).parameters)
                 there[name] = names if isinstance(member, staticmethod) else names[1:]
+    return there
+
+
+def check(base: type, *others: type) -> list[Finding]:
+    """Every hook of KVConnectorBase_V1 (and of SupportsHMA), and what we do about it."""
+    return compare(hooks_of(base, *others))
+
+
+def compare(there: Mapping[str, Sequence[str] | None]) -> list[Finding]:
+    """Every hook of a vLLM that has those of `there`."""
     found = []
     for name in sorted({*HOOKS, *there}):
         hook = HOOKS.get(name)
+        given = there.get(name)
+        parameters = None if given is None else tuple(given)
         if hook is None:
-            found.append(Finding(name, "new", there[name], "inherited: not known to pushkv"))
+            found.append(Finding(name, "new", parameters, "inherited: not known to pushkv"))
         elif name not in there:
             found.append(Finding(name, "absent", hook.parameters, hook.does))
         else:
-            state = "known" if there[name] == hook.parameters else "changed"
-            found.append(Finding(name, state, there[name], hook.does))
+            state = "known" if parameters == hook.parameters else "changed"
+            found.append(Finding(name, state, parameters, hook.does))
     return found
 
 
