@@ -6,7 +6,7 @@ verdicts or when memory is free: those are the ledger's, and come as news. It ha
 
 Packed: NEW -> WAITING -> READY -> DONE; no block is held while it waits, the load is part of the step that starts it.
 Direct: NEW -> WAITING -> ADMITTED -> HOLDING -> DONE; vLLM holds the blocks and waits for our report.
-Failed before it has blocks: -> FAILED -> DONE, computed here; or, when failing is the policy, FAILED -> FAILING -> DONE:
+Failed before it has blocks: FAILED -> DONE, computed here; or, when failing is the policy, FAILED -> FAILING -> DONE:
 vLLM can only be told of a failed load for a request that it believes to be loading, so one block is asked for and
 reported as failed. Failed later, and computed here: in other blocks, when those that may still be written are kept from
 everybody by a reference of ours, or else when they are settled.
