@@ -191,8 +191,9 @@ class Engine:
         return Cost(self.watch.spent_ns / 1e3, steps, {name: ns / 1e3 for name, ns in self.watch.calls.items()})
 
     def step(self) -> None:
-        """One pass, at its time."""
-        time.sleep(max(0.0, self._next - time.monotonic()))
+        """One pass, at its time; until then this thread is busy, as one that computes, and lets others run."""
+        while time.monotonic() < self._next:
+            time.sleep(0)
         self._next = time.monotonic() + self.step_s
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 

@@ -99,7 +99,6 @@ class Rank:
         self.endpoint = Endpoint(self.incarnation, settings, facts_.encode(facts))
         self.fellows: dict[ev.Link, Fellow] = {}
         self.counters: dict[str, int] = {}
-        self.times: dict[str, float] = {}
         self.office: Office | None = None
         self.sending = Sending(self, *staging)
         self.landing = Landing(self, landing)
@@ -436,8 +435,8 @@ class Rank:
         self.counters[name] = self.counters.get(name, 0) + by
 
     def count_time(self, name: str, seconds: float) -> None:
-        """Add to ``name`` (s)."""
-        self.times[name] = self.times.get(name, 0.0) + seconds
+        """Observe ``name`` (s)."""
+        self.records.append({name: seconds})
 
     def record(self, record: dict[str, Any]) -> None:
         """Keep the record of one hand-over, for the metrics and the trace."""

@@ -105,6 +105,7 @@ class Kind:
             store = {"shared_storage_path": str(folder / f"{name}.store")}
             other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": store}
             own = {key: transfer[key] for key in ("kv_role", "engine_id", "kv_load_failure_policy")}
+            del transfer["engine_id"]  # vLLM gives it to both
             transfer = {"kv_connector": "MultiConnector", **own} | {
                 "kv_connector_extra_config": {"connectors": [transfer, other]}
             }
