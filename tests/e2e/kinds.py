@@ -83,7 +83,7 @@ class Kind:
 
     def spec(self, name: str, model: Path, folder: Path, knobs: Knobs, **settings: Any) -> Spec:
         """A server ``P...`` (prefill) or ``D...`` (decode) with this connector."""
-        ports = free_ports(settings.get("tp", 1))
+        ports = free_ports(settings.get("tp", 1) * settings.get("dp", 1))
         port = ports[0]
         environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         transfer: dict[str, Any] = {
