@@ -251,3 +251,6 @@ def register() -> None:
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
     except ValueError:
         log.debug("%s is registered already", NAME)
+
+
+register()  # also where it is loaded by module path: under a MultiConnector, vLLM looks for its statistics by name
