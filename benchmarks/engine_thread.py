@@ -1,13 +1,14 @@
-"""What a hand-over costs vLLM's engine thread: CPU time per request and side, beside vLLM's own push connector.
+"""What hand-overs cost vLLM's engine thread: CPU time per request and side, beside vLLM's own push connector.
 
     .venv-e2e/bin/python benchmarks/engine_thread.py
 
 A prefill and a decode engine, each a process with vLLM's own scheduler, the connector's real scheduler and worker side,
 NIXL and a real cache in memory; only the model is missing. Every hook that vLLM's engine thread calls is timed on that
 thread (`time.thread_time_ns`, the cost of reading the clock taken off): what scheduler and model runner call in each
-step, in their order, from a request's arrival until nothing of it is left. So the steps in which a request only waits
-are counted, as are those that vLLM would make anyway; the column `idle step` says what a step costs in which nothing
-happens. One request at a time, a step every `--step-ms`; prompts fill all their blocks; medians over `--requests`.
+step, in their order, from the arrival of a batch of requests until nothing of them is left. So the steps in which they
+only wait count too, as do those that vLLM would make anyway: the table says how many there were and what a step costs
+in which nothing happens. `--at-once` requests share the steps, as in a busy engine; a step comes every `--step-ms`, and
+the thread is busy in between. Medians over `--batches`. Absolute numbers are of this machine: compare within a run.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ SCHEDULER_HOOKS = (
     "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
     "request_finished_all_groups", "update_connector_output", "has_pending_push_work", "get_kv_connector_stats",
 )  # fmt: skip
-WARM = 3
-"""Requests of each size before those that count."""
+WARM = 2
+"""Batches of each size before those that count."""
 
 
 class Stopwatch:
@@ -81,7 +82,7 @@ class Stopwatch:
 
 @dataclass
 class Cost:
-    """Of one request on one side, or of one idle step (`steps` 1)."""
+    """Of one request of a batch on one side, which took so many steps in all; or of one idle step."""
 
     us: float
     steps: int
@@ -91,7 +92,9 @@ class Cost:
 class Engine:
     """vLLM's scheduler and both sides of a connector; a step as the engine core and the model runner make it."""
 
-    def __init__(self, name: str, kind: dict[str, Any], port: int, model: Path, blocks: int, step_s: float) -> None:
+    def __init__(
+        self, name: str, kind: dict[str, Any], port: int, model: Path, blocks: int, at_once: int, step_s: float
+    ) -> None:
         import torch
         from vllm.config import (
             CacheConfig,
@@ -109,23 +112,24 @@ class Engine:
         from vllm.v1.structured_output import StructuredOutputManager
 
         torch.set_num_threads(1)
-        longest = (blocks + 2) * BLOCK
+        longest, total = (blocks + 2) * BLOCK, (blocks + 2) * at_once
         extra: dict[str, Any] = {"kv_lease_duration": 600}
         module = None
         if kind["kv_connector"] == "PushConnector":
             module = "pushkv.reference.connector"
-            size = 2 * blocks * BLOCK * HEADS * DIM * 4
+            size = 2 * total * BLOCK * HEADS * DIM * 4
             extra = {"host": "127.0.0.1", "port": port, "path": kind["path"], "landing_bytes": size,
                      "staging_bytes": size}  # fmt: skip
         cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=False)
-        cache.num_gpu_blocks = 2 * blocks + 8
+        cache.num_gpu_blocks = total + 8
         cache.kv_cache_layout = "LBHNC"
         config = VllmConfig(
             model_config=ModelConfig(model=str(model), tokenizer=str(model), skip_tokenizer_init=True, dtype="bfloat16",
                                      max_model_len=longest, enforce_eager=True),
             cache_config=cache,
-            scheduler_config=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=longest, max_model_len=longest,
-                                             is_encoder_decoder=False, enable_chunked_prefill=True),
+            scheduler_config=SchedulerConfig(max_num_seqs=at_once, max_num_batched_tokens=total * BLOCK,
+                                             max_model_len=longest, is_encoder_decoder=False,
+                                             enable_chunked_prefill=True),
             kv_transfer_config=KVTransferConfig(
                 kv_connector=kind["kv_connector"], kv_connector_module_path=module, engine_id=name,
                 kv_role="kv_producer" if name == "P" else "kv_consumer", kv_buffer_device="cpu",
@@ -154,8 +158,19 @@ class Engine:
         self.name, self.port, self.step_s = name, port, step_s
         self._next = time.monotonic()
 
-    def request(self, number: int, blocks: int) -> Cost:
-        """One request of `blocks` blocks, from its arrival until nothing of it is left."""
+    def batch(self, first: int, count: int, blocks: int) -> Cost:
+        """Requests `first`, `first` + 1 ... of `blocks` blocks, from their arrival until nothing of them is left."""
+        requests = [self._request(number, blocks) for number in range(first, first + count)]
+        self.watch.spent_ns, self.watch.calls = 0.0, {}
+        steps = 0
+        for one in requests:
+            self.scheduler.add_request(one)
+        while self.scheduler.has_requests():
+            self.step()
+            steps += 1
+        return self._cost(steps, count)
+
+    def _request(self, number: int, blocks: int) -> Any:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -168,14 +183,7 @@ class Engine:
             }  # fmt: skip
         sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}, ignore_eos=True)
         prompt = [(number * 7919 + i) % 50000 for i in range(blocks * BLOCK)]
-        one = Request(f"cmpl-{tid}-0-0000000{self.name == 'D':d}", prompt, sampling, None)
-        self.watch.spent_ns, self.watch.calls = 0.0, {}
-        steps = 0
-        self.scheduler.add_request(one)
-        while self.scheduler.has_requests():
-            self.step()
-            steps += 1
-        return self._cost(steps)
+        return Request(f"cmpl-{tid}-0-0000000{self.name == 'D':d}", prompt, sampling, None)
 
     def idle(self) -> Cost:
         """The median step in which nothing happens."""
@@ -184,11 +192,12 @@ class Engine:
             self.watch.spent_ns, self.watch.calls = 0.0, {}
             self.scheduler.has_requests()
             self.step()
-            found.append(self._cost(1))
+            found.append(self._cost(1, 1))
         return sorted(found, key=lambda cost: cost.us)[len(found) // 2]
 
-    def _cost(self, steps: int) -> Cost:
-        return Cost(self.watch.spent_ns / 1e3, steps, {name: ns / 1e3 for name, ns in self.watch.calls.items()})
+    def _cost(self, steps: int, count: int) -> Cost:
+        calls = {name: ns / 1e3 / count for name, ns in self.watch.calls.items()}
+        return Cost(self.watch.spent_ns / 1e3 / count, steps, calls)
 
     def step(self) -> None:
         """One pass, at its time; until then this thread is busy, as one that computes, and lets others run."""
@@ -243,7 +252,7 @@ def _one_rank(name: str) -> None:
 
 
 def serve(name: str, pipe: Connection, *engine: Any) -> None:
-    """A child: makes its engine, then answers (number, blocks) with what it cost."""
+    """A child: makes its engine, then answers (first, count, blocks) with what it cost."""
     try:
         os.sched_setaffinity = lambda *_: None  # type: ignore[assignment]  # vLLM's worker takes one core for itself
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
@@ -254,7 +263,7 @@ def serve(name: str, pipe: Connection, *engine: Any) -> None:
             said = pipe.recv()
             if said is None:
                 break
-            pipe.send(made.idle() if said == "idle" else made.request(*said))
+            pipe.send(made.idle() if said == "idle" else made.batch(*said))
     except BaseException as error:
         pipe.send(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         raise
@@ -289,25 +298,28 @@ class Side:
         self._process.join()
 
 
-def measure(kind: dict[str, Any], sizes: list[int], requests: int, model: Path, step_s: float) -> dict[str, Any]:
+def measure(
+    kind: dict[str, Any], sizes: list[int], batches: int, at_once: int, model: Path, step_s: float
+) -> dict[str, Any]:
     """Costs of every size and side: {"idle": {side: Cost}, size: {side: [Cost, ...]}}."""
     from e2e.servers import free_ports  # type: ignore[import-not-found]
 
     ports = free_ports(2)
     sides = {
-        name: Side(name, kind, port, model, max(sizes), step_s) for name, port in zip(("P", "D"), ports, strict=True)
+        name: Side(name, kind, port, model, max(sizes), at_once, step_s)
+        for name, port in zip(("P", "D"), ports, strict=True)
     }
     found: dict[str, Any] = {}
     try:
         for side in sides.values():
             side.answer()
-        numbers = itertools.count()
+        numbers = itertools.count(0, at_once)
         for size in sizes:
             costs: dict[str, list[Cost]] = {name: [] for name in sides}
-            for turn in range(WARM + requests):
+            for turn in range(WARM + batches):
                 number = next(numbers)
                 for side in sides.values():
-                    side.ask((number, size))
+                    side.ask((number, at_once, size))
                 for name, side in sides.items():
                     cost = side.answer()
                     if turn >= WARM:
@@ -334,9 +346,9 @@ def make_config(folder: Path, tokens: int) -> Path:
     return folder
 
 
-def table(results: dict[str, Any], sizes: list[int], requests: int, hooks: bool) -> None:
+def table(results: dict[str, Any], sizes: list[int], batches: int, at_once: int, hooks: bool) -> None:
     print(
-        f"CPU of the engine thread, µs per request: median (90 %) of {requests} requests; steps of the median request"
+        f"CPU of the engine thread, µs per request: median (90 %) of {batches} batches of {at_once}; steps of a batch"
     )
     head = ["connector", "blocks", "prefill", "steps", "idle step", "decode", "steps", "idle step"]
     print(
@@ -365,10 +377,11 @@ def table(results: dict[str, Any], sizes: list[int], requests: int, hooks: bool)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, nargs="+", default=[1000, 10000])
-    parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--at-once", type=int, default=8, help="requests of a batch")
     parser.add_argument("--step-ms", type=float, default=5.0, help="from one step to the next")
     parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=list(KINDS))
-    parser.add_argument("--hooks", action="store_true", help="say what each hook cost in the median request")
+    parser.add_argument("--hooks", action="store_true", help="say what each hook cost in the median batch")
     chosen = parser.parse_args()
     os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
                        "VLLM_HOST_IP": "127.0.0.1", "VLLM_LOGGING_LEVEL": "WARNING"})  # fmt: skip
@@ -378,8 +391,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pushkv-config-") as folder:
         model = make_config(Path(folder), (max(chosen.blocks) + 8) * BLOCK)
         for kind in chosen.kinds:
-            results[kind] = measure(KINDS[kind], chosen.blocks, chosen.requests, model, chosen.step_ms / 1e3)
-    table(results, chosen.blocks, chosen.requests, chosen.hooks)
+            results[kind] = measure(
+                KINDS[kind], chosen.blocks, chosen.batches, chosen.at_once, model, chosen.step_ms / 1e3
+            )
+    table(results, chosen.blocks, chosen.batches, chosen.at_once, chosen.hooks)
     return 0
 
 
