@@ -36,10 +36,16 @@ class Open(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """To a rank: the blocks that hold the source of ``transfer_id``, from its first token on."""
+    """To a rank: the blocks that hold the source of ``transfer_id``, from its first token on.
+
+    ``step`` 0: all of it, and they are held. Else its first ``tokens`` tokens, once the engine's step ``step`` is done;
+    the list may grow.
+    """
 
     transfer_id: str
     blocks: BlockIds
+    tokens: int = 0
+    step: int = 0
 
 
 def feeders(rank: int, ranks: int, peer_tp: int, peer_pp: int = 1) -> tuple[int, ...]:
@@ -82,7 +88,7 @@ class _Arrival(msgspec.Struct, frozen=True):
     tokens: int
     total: int
     packed: bool
-    why: str
+    why: str = ""
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -94,11 +100,14 @@ class _Named(msgspec.Struct, frozen=True):
 class _Blocks(msgspec.Struct, frozen=True):
     transfer_id: str
     blocks: BlockIds | Callable[[], BlockIds]
+    tokens: int
+    step: int
 
 
 class Office:
     """``deliver(rank, command)`` hands a command to one rank, on the thread that owns the office; ``wake`` has that
     thread look. ``landing_bytes(tokens, links)``: bytes of one rank's landing memory that a transfer needs.
+    ``packed_costs_less(tokens)``: what path ``auto`` goes by where both are possible.
     """
 
     def __init__(
@@ -107,6 +116,7 @@ class Office:
         ranks: int,
         *,
         path: str,
+        packed_costs_less: Callable[[int], bool] = lambda tokens: True,
         segment_bytes: int,
         token_bytes: int,
         landing_bytes: Callable[[int, int], int],
@@ -118,6 +128,7 @@ class Office:
         self.ranks = ranks
         self.trace: Trace | None = None
         self._path, self._segment_bytes, self._token_bytes = path, segment_bytes, token_bytes
+        self._packed_costs_less = packed_costs_less
         self._landing_bytes = landing_bytes
         self._deliver, self._wake, self._stop = deliver, wake, stop
         self._inbox: deque[object] = deque()
@@ -147,23 +158,34 @@ class Office:
         self._inbox.append(command)
         self._wake()
 
-    def blocks(self, transfer_id: str, block_ids: BlockIds | Callable[[], BlockIds]) -> None:
-        """Hand over block lists that begin with the prompt's first token; before ``Computed(final)`` or
-        ``Allocated``. A callable is called on the office's thread.
+    def blocks(
+        self, transfer_id: str, block_ids: BlockIds | Callable[[], BlockIds], tokens: int = 0, step: int = 0
+    ) -> None:
+        """Hand over block lists that begin with the prompt's first token; before ``Computed`` or ``Allocated``. A
+        callable is called on the office's thread.
+
+        ``step`` given: the first ``tokens`` tokens of a prefill are in them when that step of the engine is done.
         """
-        self._inbox.append(_Blocks(transfer_id, block_ids))
+        self._inbox.append(_Blocks(transfer_id, block_ids, tokens, step))
 
     def arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool | None) -> bool:
         """A request waits for the last ``tokens`` of the ``total`` tokens of ``transfer_id`` from ``peer``."""
-        why = "as asked"
+        why = "asked for"
         if packed is None:
-            why = "setting" if self._path != "auto" else "too large to land"
-            packed = self._path == "packed"
-            if self._path == "auto" and self.fits(tokens, max(1, peer.tp_size // self.ranks)):
-                packed, why = True, "it fits"
+            packed, why = self._choose(tokens, max(1, peer.tp_size // self.ranks))
         self._inbox.append(_Arrival(transfer_id, peer, tokens, total, packed, why))
         self._wake()
         return packed
+
+    def _choose(self, tokens: int, links: int) -> tuple[bool, str]:
+        """(packed, why): by the setting, then by memory, then by cost."""
+        if self._path != "auto":
+            return self._path == "packed", "by setting"
+        if not self.fits(tokens, links):
+            return False, "larger than the landing memory"
+        if not tokens or self._packed_costs_less(tokens):
+            return True, "costs less"
+        return False, "costs less"
 
     def news(self) -> Sequence[ev.Record]:
         """What the ledger has told since the last call, in order."""
@@ -222,7 +244,11 @@ class Office:
             elif isinstance(word, _Arrival):
                 self._arrive(word, now)
             elif isinstance(word, _Blocks):
-                self._tables[word.transfer_id] = word.blocks() if callable(word.blocks) else word.blocks
+                blocks = word.blocks() if callable(word.blocks) else word.blocks
+                if word.step:
+                    self._all(Table(word.transfer_id, blocks, word.tokens, word.step))
+                else:
+                    self._tables[word.transfer_id] = blocks
             elif type(word) in _COMMANDS:
                 if isinstance(word, ev.Computed) and word.final:
                     self._all(Table(word.transfer_id, self._tables.pop(word.transfer_id, ())))

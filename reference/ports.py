@@ -40,7 +40,8 @@ class Address:
 @dataclass(frozen=True, slots=True)
 class RankCard:
     """What the scheduler's process must know of one rank before it can open the office. vLLM carries it there
-    (`get_handshake_metadata`), so it must pickle.
+    (`get_handshake_metadata`), so it must pickle. pieces_per_block: contiguous pieces of one block, over all layers.
+    device: where the cache lies, "cuda" or "cpu".
 
     landing_bytes, staging_bytes: what the rank could set aside. bytes_per_token: of this rank, over all layers of the
     full-attention groups. door: how the office reaches the rank when they do not share a process ("" when they do).
@@ -51,6 +52,8 @@ class RankCard:
     staging_bytes: int
     bytes_per_token: int
     bytes_per_request: int = 0
+    pieces_per_block: int = 1
+    device: str = "cpu"
     door: str = ""
 
 
@@ -74,7 +77,8 @@ class StepOrders:
 
     sent, received: requests whose blocks vLLM may free or use. failed: requests whose load failed; they are in
     `received` too, in the same step or later. invalid: blocks of `failed`, for versions that know only those.
-    preempted: transfers of prefills that have lost their blocks, which this step may overwrite.
+    preempted: transfers of prefills that have lost their blocks, which this step may overwrite. step: number of this
+    step. chunks: it computes what is sent chunk by chunk, so that the ranks must hear when it is enqueued.
     """
 
     load: list[Load] = field(default_factory=list)
@@ -83,6 +87,8 @@ class StepOrders:
     failed: list[str] = field(default_factory=list)
     invalid: list[int] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    step: int = 0
+    chunks: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.load or self.sent or self.received or self.failed or self.invalid or self.preempted)
@@ -134,9 +140,14 @@ class Office(Protocol):
         """
         ...
 
-    def blocks(self, transfer_id: str, block_ids: BlockIds | Callable[[], BlockIds]) -> None:
-        """The blocks of a transfer that is about to be `Computed(final)` (source) or `Allocated` (destination). A
-        callable is called on another thread: making the lists takes time that grows with them.
+    def blocks(
+        self, transfer_id: str, block_ids: BlockIds | Callable[[], BlockIds], tokens: int = 0, step: int = 0
+    ) -> None:
+        """The blocks of a transfer that is about to be `Computed(final)` (source) or `Allocated` (destination); with
+        `step`, those that hold its first `tokens` tokens when this step of the engine is done, before `Computed`.
+
+        Such lists may grow later; what is in them stays. A callable is called on another thread: making the lists takes
+        time that grows with them.
         """
         ...
 
@@ -204,8 +215,14 @@ class Rank(Protocol):
         """
         ...
 
-    def fence(self, transfer_ids: Sequence[str]) -> None:
-        """Returns when nothing reads the blocks of these preempted prefills any more (a gather under way)."""
+    def enqueued(self, step: int) -> None:
+        """The forward pass of `step` is enqueued on the calling thread's stream (on a host: done)."""
+        ...
+
+    def fence(self, transfer_ids: Sequence[str], step: int) -> None:
+        """Returns when what is enqueued from now on comes after all reading of the blocks that these preempted prefills
+        had before `step`.
+        """
         ...
 
     def stop(self, drain_s: float) -> None: ...

@@ -4,6 +4,10 @@ Decides when the protocol is told that a prompt is held, has begun, is complete 
 keeps the blocks of a finished request. Does not decide whether, when or how the bytes leave; it has no clock.
 
     QUEUED -> RUNNING -> SENDING -> OVER        RUNNING -> QUEUED: preempted        QUEUED, RUNNING -> OVER: aborted
+
+Chunk by chunk, a prompt is told of as its steps are scheduled, the last one too: by the time vLLM knows that the
+request is finished, its blocks may not be needed any more. One that is aborted with chunks under way is held (SENDING)
+until nothing reads its blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any
 from pushkv.model.protocol import events as ev
 from pushkv.reference.identity import Identity, IdentityError, RequestLike, identify
 from pushkv.reference.ports import BlockIds, Office, StepOrders
+from pushkv.reference.progress import Progress
 from pushkv.reference.rules import Rules
 
 
@@ -26,7 +31,7 @@ class State(enum.Enum):
 
 
 class _Leg:
-    __slots__ = ("identity", "length", "released", "request_id", "state", "tokens", "verdict")
+    __slots__ = ("blocks", "identity", "length", "released", "request_id", "state", "tokens", "told", "verdict")
 
     def __init__(self, request_id: str, identity: Identity, length: int, tokens: int) -> None:
         self.request_id = request_id
@@ -34,6 +39,8 @@ class _Leg:
         self.length = length  # tokens that must be computed
         self.tokens = tokens  # the same, rounded up to what the layout can move
         self.state = State.QUEUED
+        self.blocks: tuple[list[int], ...] = ()  # of the chunks so far
+        self.told = 0  # tokens of the prompt that the protocol was told of, in whichever of its lives
         self.released = self.verdict = False
 
 
@@ -48,6 +55,7 @@ class PrefillLegs:
         self._booked: dict[str, _Leg] = {}  # the same, while the books have the transfer
         self._plain: set[str] = set()  # requests that vLLM has and that are no legs
         self._queued: dict[str, _Leg] = {}
+        self.running: dict[str, _Leg] = {}  # whose chunks leave as they are computed
         self._sending = 0
         self._gave_way = False
         self._sent: list[str] = []
@@ -85,7 +93,7 @@ class PrefillLegs:
             return self._refuse("ambiguous")
         tokens = self._rules.rounded(length)
         self._office.identify(name, identity, True)
-        self._office.tell(ev.Hold(name, tokens))
+        self._office.tell(ev.Hold(name, tokens, chunked=self._rules.chunked))
         if backoff and not _truncate(request, backoff):
             self._office.command(ev.Abort(name, "this vLLM cannot stop a prompt early"))
             return self._refuse("backoff")
@@ -103,7 +111,9 @@ class PrefillLegs:
             leg = self._legs.get(request_id)
             if leg is not None and leg.state is State.RUNNING:
                 leg.state = State.QUEUED
+                leg.blocks = ()
                 self._queued[request_id] = leg
+                self.running.pop(request_id, None)
                 self._lost_blocks.append(request_id)
                 self._office.command(ev.Preempted(request_id))
         if self._queued:
@@ -111,8 +121,31 @@ class PrefillLegs:
             for request_id in [name for name in few if name in tokens and name in self._queued]:
                 leg = self._queued.pop(request_id)
                 leg.state = State.RUNNING
+                if self._rules.chunked and not leg.released:
+                    self.running[request_id] = leg
                 self._office.command(ev.Computed(request_id, 0, False))
         self._give_way(bool(tokens))
+
+    def computes(self, steps: Iterable[Progress], step: int) -> bool:
+        """What the prefills of `running` compute in step `step` leaves behind it. Whether anything does."""
+        found = False
+        for request_id, done, blocks, fresh in steps:
+            leg = self.running[request_id]
+            added = self._rules.select(blocks) if blocks else ()
+            if fresh or not leg.blocks:
+                leg.blocks = tuple(list(ids) for ids in added)
+            else:
+                for known, more in zip(leg.blocks, added, strict=False):
+                    known += more
+            tokens = self._rules.leaves(min(done, leg.length), leg.tokens)
+            if tokens:
+                leg.told = max(leg.told, tokens)
+                self._office.blocks(request_id, leg.blocks, tokens, step)
+                self._office.command(ev.Computed(request_id, tokens, False))
+                found = True
+            if done >= leg.length:
+                del self.running[request_id]
+        return found
 
     def _give_way(self, computes: bool) -> None:
         """Rule 8, this side: nothing runs, something would, and finished prompts hold the blocks. Said once until
@@ -133,11 +166,18 @@ class PrefillLegs:
         if leg is None:
             return False, None
         self._queued.pop(request.request_id, None)
+        self.running.pop(request.request_id, None)
         whole = complete and request.num_computed_tokens >= leg.length and any(blocks)
         if not whole:
             leg.state = State.OVER
             reason = "prefill ended without its whole cache" if complete else "prefill aborted"
             self._office.command(ev.Abort(leg.request_id, reason))
+            if leg.told and not leg.released:
+                if any(blocks):  # a gather may be reading them
+                    leg.state = State.SENDING
+                    self._sending += 1
+                    return True, None
+                self._lost_blocks.append(leg.request_id)  # preempted since the last step
             return False, None
         params = self._rules.params(request.request_id, leg.identity.transfer_id, leg.length)
         if leg.released:  # the decode engine has given it up meanwhile
@@ -160,6 +200,7 @@ class PrefillLegs:
             leg.verdict = True
         else:
             leg.released = True
+            self.running.pop(leg.request_id, None)
             self._gave_way = False
             if leg.state is State.SENDING:
                 leg.state = State.OVER
@@ -180,7 +221,7 @@ class PrefillLegs:
     def reset(self) -> None:
         """The weights have changed: what was computed before is not sent."""
         for leg in self._booked.values():
-            if leg.state is State.SENDING:
+            if leg.state is State.SENDING or leg.told:
                 self._office.command(ev.Abort(leg.request_id, "cache was reset"))
 
 

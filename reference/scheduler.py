@@ -18,6 +18,7 @@ from pushkv.reference.decode_legs import NOTHING, Answer, DecodeLegs
 from pushkv.reference.identity import RequestLike
 from pushkv.reference.ports import IDLE, BlockIds, Office, StepOrders
 from pushkv.reference.prefill_legs import PrefillLegs
+from pushkv.reference.progress import progress
 from pushkv.reference.rules import Rules
 
 
@@ -30,6 +31,7 @@ class SchedulerSide:
         self.counters: dict[str, float] = {}
         self.prefill = PrefillLegs(office, rules, self.counters)
         self.decode = DecodeLegs(office, rules, self.counters)
+        self._step = 0
 
     def on_new_request(self, request: RequestLike) -> None:
         """A request was queued. Safe to call again: versions without the hook come here at the first look-up."""
@@ -59,13 +61,18 @@ class SchedulerSide:
         """`build_connector_meta`: the end of a scheduling pass; what the workers do and report in this step.
 
         scheduled: tokens that each request computes in it. preempted: requests that lost their blocks in this pass or
-        since the last one. output: vLLM's `SchedulerOutput`, which holds block lists that vLLM has made already.
+        since the last one. output: vLLM's `SchedulerOutput`: the chunks of prefills are read from it, and block lists
+        that vLLM has made already.
         """
         self._hear()
+        self._step += 1
         self.prefill.scheduled(scheduled, preempted or ())
-        if not (self.prefill.stirs or self.decode.stirs):
+        chunks = self._rules.chunked and bool(self.prefill.running) and output is not None
+        if not (chunks or self.prefill.stirs or self.decode.stirs):
             return IDLE
-        orders = StepOrders()
+        orders = StepOrders(step=self._step)
+        if chunks:
+            orders.chunks = self.prefill.computes(progress(output, self.prefill.running), self._step)
         self.prefill.orders(orders)
         self.decode.step(bool(scheduled), output, orders)
         return orders

@@ -9,7 +9,8 @@ does about each hook. `check` compares the hooks with what is written here: a te
 | a failed load is told by | blocks | request | both; blocks only where requests are unknown |
 | failed asynchronous load, several cache groups | ends the engine | fails the request | older: computed here |
 | `start_load_kv` | before the forward, always | before it only if a synchronous load is due | loads are synchronous |
-| `wait_for_save` on empty steps | no | yes | nothing hangs on it |
+| `wait_for_save` on empty steps | no | yes | only steps that compute something matter |
+| `handle_preemptions` | when something was preempted | always | what it does is done at `bind_connector_metadata` too |
 | prefill preempted in its last step | delivered without its blocks | computed again | older: the transfer is aborted |
 | `register_cross_layers_kv_cache` | when preferred | gone | never preferred |
 | cache manager | `bind_gpu_block_pool` | `bind_kv_cache_manager` calls it | the pool is used where it is told of |
@@ -72,7 +73,7 @@ HOOKS: Mapping[str, Hook] = {
     # scheduler side
     "get_num_new_matched_tokens": Hook(("request", "num_computed_tokens"), "asks the decode legs", True),
     "update_state_after_alloc": Hook(("request", "blocks", "num_external_tokens"), "loads, or lets P write", True),
-    "build_connector_meta": Hook(("scheduler_output",), "news in, orders for the workers out", True),
+    "build_connector_meta": Hook(("scheduler_output",), "news in, chunks and orders for the workers out", True),
     "request_finished": Hook(("request", "block_ids"), "as below, for one group"),
     "request_finished_all_groups": Hook(("request", "block_ids"), "blocks of P to the ranks; aborts", True),
     "on_new_request": Hook(("request",), "registers and announces at arrival; else at the first look-up"),
@@ -95,14 +96,14 @@ HOOKS: Mapping[str, Hook] = {
     "register_kv_caches": Hook(("kv_caches",), "reads the layout, opens the rank", True),
     "register_cross_layers_kv_cache": Hook(("kv_cache", "attn_backend"), "refused: never preferred"),
     "prefer_cross_layer_blocks": Hook(None, "false"),
-    "bind_connector_metadata": Hook(("connector_metadata",), "inherited"),
+    "bind_connector_metadata": Hook(("connector_metadata",), "takes the step's orders"),
     "clear_connector_metadata": Hook((), "inherited"),
     "has_connector_metadata": Hook((), "inherited"),
     "handle_preemptions": Hook(("kv_connector_metadata",), "waits for gathers out of preempted blocks"),
     "start_load_kv": Hook(("forward_context", "kwargs"), "scatters what has landed", True),
     "wait_for_layer_load": Hook(("layer_name",), "nothing: a load is complete before the forward", True),
     "save_kv_layer": Hook(("layer_name", "kv_layer", "attn_metadata", "kwargs"), "nothing", True),
-    "wait_for_save": Hook((), "nothing", True),
+    "wait_for_save": Hook((), "the forward is enqueued: chunks can be gathered behind it", True),
     "finish_forward": Hook((), _IGNORED),
     "reset_capture_state": Hook((), _IGNORED),
     "get_finished": Hook(("finished_req_ids",), "the step's reports", True),

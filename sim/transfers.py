@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pushkv.model.timing import device_bytes_per_s, flow_bytes_per_s, gather_s, post_s, scatter_s, tail_s
+from pushkv.model.timing import (
+    device_bytes_per_s,
+    flow_bytes_per_s,
+    gather_s,
+    path_costs,
+    post_s,
+    scatter_s,
+    tail_s,
+)
 from pushkv.model.timing.fabric import Op
 from pushkv.sim.blocks import runs
 from pushkv.sim.catalog import Parts
@@ -93,12 +101,9 @@ class Transfers:
         if self.segments(tokens) > self.landing_segments:
             return False
         size = tokens * self.bytes_per_token
-        wire_s = size / device_bytes_per_s(self._fabric, self.op)
         pieces = -(-tokens // self._block_size) * self._layers * self._each
-        direct_s = max(wire_s, post_s(self._fabric, pieces, size, self.op, order="allocated"))
-        gathered_s = gather_s(self._hardware, size * self._p_share, busy=True)
-        scattered_s = scatter_s(self._hardware, size * self._d_share, busy=True)
-        return gathered_s + wire_s + scattered_s <= direct_s
+        shares = self._p_share, self._d_share
+        return path_costs(self._hardware, self._fabric, size, pieces, self.op, *shares).packed
 
     def pieces(self, flight: Flight) -> int:
         """Descriptors that one rank of the poster makes when every run of blocks is one; counted when both sides have

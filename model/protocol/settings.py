@@ -48,6 +48,10 @@ class Settings:
     """Sender: packed bytes that wait for the wire or are on it, per rank."""
     staging_share: float = 0.5
     """Sender: the part of staging that one peer may hold, so that a stalled peer leaves room for the others."""
+    part_bytes: int = 1 << 62
+    """Sender: bytes of a packed part at the most; small parts are packed, on the wire and told of at the
+    same time. By default only staging bounds a part.
+    """
     landing_segments: int = 1024
     """Ledger: segments of landing memory per rank."""
     yields: int = 4

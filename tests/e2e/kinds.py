@@ -24,6 +24,7 @@ class Knobs:
     """
 
     path: str = "packed"
+    """``packed``, ``chunk`` (packed, and each chunk leaves as it is computed) or ``direct``."""
     lease_s: float = 60.0
     """P gives up a finished prefill that nobody fetched."""
     dead_peer_s: float = 20.0
@@ -66,7 +67,8 @@ class Kind:
         found: dict[str, Any] = {
             "host": HOST,
             "port": port,
-            "path": knobs.path,
+            "path": "packed" if knobs.path == "chunk" else knobs.path,
+            "overlap": "chunk" if knobs.path == "chunk" else "none",
             "lease_s": knobs.lease_s,
             "dead_peer_s": knobs.dead_peer_s,
             "beat_s": 0.3,
@@ -117,6 +119,6 @@ class Kind:
 KINDS = {
     "vllm": Kind("vllm", "NixlPushConnector", None, ("direct",), "FaultyNixlPushConnector"),
     "pushkv": Kind(
-        "pushkv", "PushConnector", "pushkv.reference.connector", ("packed", "direct"), "FaultyPushConnector"
+        "pushkv", "PushConnector", "pushkv.reference.connector", ("packed", "chunk", "direct"), "FaultyPushConnector"
     ),
 }

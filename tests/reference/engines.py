@@ -88,6 +88,10 @@ class Engine:
         self.ledger = Ledger(settings)
         self.cache: dict[Cell, int] = {}
         self.tables: dict[str, BlockIds] = {}
+        self.chunks: dict[str, tuple[int, int]] = {}
+        self.packs: list[ev.Pack] = []
+        self.step = 0
+        self.over: set[str] = set()
         self.landing: dict[Any, dict[int, int]] = {}
         self.memory: dict[str, Any] = {}
         self.staged: dict[int, dict[int, int]] = {}
@@ -134,8 +138,12 @@ class Engine:
         else:
             self._todo.append((target, translated))
 
-    def blocks(self, transfer_id: str, block_ids: BlockIds | Callable[[], BlockIds]) -> None:
-        self.tables[self.key(transfer_id)] = block_ids() if callable(block_ids) else block_ids
+    def blocks(
+        self, transfer_id: str, block_ids: BlockIds | Callable[[], BlockIds], tokens: int = 0, step: int = 0
+    ) -> None:
+        key = self.key(transfer_id)
+        self.tables[key] = block_ids() if callable(block_ids) else block_ids
+        self.chunks[key] = (tokens if step else 1 << 30, step)
 
     def arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool | None) -> bool:
         packed = self.packed if packed is None else packed
@@ -169,8 +177,26 @@ class Engine:
     def wait(self) -> None:
         """As `Loading`: it is done."""
 
-    def fence(self, transfer_ids: Sequence[str]) -> None:
+    def enqueued(self, step: int) -> None:
+        self.step = step
+        self._gather()
+
+    def fence(self, transfer_ids: Sequence[str], step: int) -> None:
         self.fenced += transfer_ids
+        for transfer_id in transfer_ids:
+            if self.chunks.get(transfer_id, (0, step))[1] < step:
+                self.chunks[transfer_id] = (0, 0)
+
+    def _gather(self) -> None:
+        """What is computed; what nobody will post is answered."""
+        for action in list(self.packs):
+            tokens, step = self.chunks.get(action.transfer_id, (0, 0))
+            lost = action.transfer_id in self.over
+            if lost or (action.stop <= tokens and step <= self.step):
+                self.packs.remove(action)
+                if not lost:
+                    self.staged[action.handle] = self._read(action.transfer_id, action.start, action.stop)
+                self._todo.append(("rank", ev.Packed(action.handle)))
 
     def drain_records(self) -> Sequence[Mapping[str, Any]]:
         return ()
@@ -198,6 +224,8 @@ class Engine:
             target, record = self._todo.popleft()
             out: list[ev.Record] = []
             if target == "rank":
+                if isinstance(record, ev.Abort):
+                    self.over.add(record.transfer_id)
                 self.endpoint.step((record,), self.cluster.now, out)
             elif not self._stale(record):
                 self.ledger.step((record,), self.cluster.now, out)
@@ -220,12 +248,15 @@ class Engine:
         return False
 
     def _carry_out(self, actions: list[ev.Record]) -> None:
+        self._gather()
         for action in actions:
             if isinstance(action, _NEWS):
                 if isinstance(action, ev.Ready):
                     self.memory[action.transfer_id] = action.memory
                 self._news.append(self.handles.outward(action))
             elif isinstance(action, _REPORTS):
+                if isinstance(action, (ev.Sent, ev.Released)):
+                    self.over.add(action.transfer_id)
                 self._todo.append(("ledger", ev.FromRank(0, action)))
             elif isinstance(action, (ev.ToRank, ev.ToRanks)):
                 self._todo.append(("rank", action.command))
@@ -234,8 +265,8 @@ class Engine:
             elif isinstance(action, ev.Connect):
                 self._todo.append(("rank", ev.Connected(action.link, action.incarnation)))
             elif isinstance(action, ev.Pack):
-                self.staged[action.handle] = self._read(action.transfer_id, action.start, action.stop)
-                self._todo.append(("rank", ev.Packed(action.handle)))
+                self.packs.append(action)
+                self._gather()
             elif isinstance(action, ev.Post):
                 if self.endpoint.sender.claim(action.handle, self.cluster.now):
                     self.held_writes.append(action)

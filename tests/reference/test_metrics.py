@@ -33,10 +33,10 @@ def test_a_meter_is_due_now_and_then_or_when_it_is_urgent() -> None:
 @pytest.mark.parametrize(
     ("path", "tokens", "counted"),
     [
-        ("packed", 9, "path:packed, setting"),
-        ("direct", 9, "path:direct, setting"),
-        ("auto", 9, "path:packed, it fits"),
-        ("auto", 99, "path:direct, too large to land"),
+        ("packed", 9, "path:packed, by setting"),
+        ("direct", 9, "path:direct, by setting"),
+        ("auto", 9, "path:packed, costs less"),
+        ("auto", 99, "path:direct, larger than the landing memory"),
         ("packed", 0, ""),
     ],
 )

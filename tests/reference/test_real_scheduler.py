@@ -108,7 +108,7 @@ class Vllm:
 
         out = self.scheduler.schedule()
         orders = out.kv_connector_metadata.orders
-        self.engine.fence(orders.preempted)
+        self.engine.fence(orders.preempted, orders.step)
         for load in orders.load:
             assert out.has_sync_kv_loads
             self.engine.scatter(load.transfer_id, load.blocks, load.first, load.stop)
