@@ -1,7 +1,7 @@
 # Three commands do everything on a machine that has only Python 3.11+, pip and make:
 #   make demo    the comparison of pull, push and pushkv
 #   make test    all tests but those on real servers
-#   make e2e     the tests on real vLLM servers (no GPU needed; Python 3.11 or 3.12, 7 GB of packages)
+#   make e2e     the tests on NIXL, torch and real vLLM servers (no GPU needed; Python 3.11 or 3.12, 7 GB of packages)
 # They set up .venv (and .venv-e2e) themselves, once. PYTHON=python3.12 picks another interpreter; PIP_* settings are honoured.
 
 PYTHON ?= python3
@@ -17,6 +17,8 @@ FAST_STAMP := $(FAST_VENV)/.pushkv-ready
 E2E_VENV := .venv-e2e
 E2E_STAMP := $(E2E_VENV)/.pushkv-ready
 E2E_ARGS ?=
+REFERENCE_ARGS ?= -n 2
+LIBFABRIC := build/libfabric
 SEEDS ?= 0:20000
 JOBS ?= 2
 
@@ -29,7 +31,7 @@ help:
 	@echo "make fast    the simulator compiled, in $(FAST_VENV): same results, about twice as fast (needs a C compiler)"
 	@echo "make coverage  every branch of the protocol and the planner, or fail"
 	@echo "make explore play random seeds ($(SEEDS)) against the properties of the protocol"
-	@echo "make e2e     run the tests on real vLLM servers (E2E_ARGS=... goes to pytest)"
+	@echo "make e2e     run the tests on NIXL, torch and real vLLM servers (E2E_ARGS=... goes to pytest)"
 	@echo "make serve-demo  hand a prompt over between two real vLLM servers"
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make format  let ruff rewrite the sources"
@@ -86,7 +88,12 @@ $(E2E_STAMP): pyproject.toml tests/e2e/requirements.txt tests/e2e/overrides.txt 
 	  -r tests/e2e/requirements.txt -e .
 	@touch $@
 
+# First the parts of the connector that need torch, NIXL or vLLM, then real servers. NIXL's LIBFABRIC backend, the one of
+# EFA, has an environment of its own; where it cannot be made (no compiler, no Debian), its tests are skipped, and say so.
 e2e: $(E2E_STAMP)
+	@test -x $(LIBFABRIC)/run || sh tests/reference/libfabric_env.sh $(E2E_VENV)/bin/python $(LIBFABRIC) >&2 || \
+	  { rm -f $(LIBFABRIC)/run; echo "no environment for LIBFABRIC: its tests are skipped" >&2; }
+	$(E2E_VENV)/bin/python -m pytest tests/reference $(REFERENCE_ARGS)
 	$(E2E_VENV)/bin/python -m pytest --confcutdir=tests/e2e tests/e2e $(E2E_ARGS)
 
 serve-demo: $(E2E_STAMP)
