@@ -178,6 +178,16 @@ def _bench_transfer(options: argparse.Namespace) -> int:
     return 0 if all(row["bytes_equal"] for row in found["rows"]) else _EXIT_FAILED_CHECK
 
 
+def _router(options: argparse.Namespace) -> int:
+    from pushkv.router import command, settings
+
+    flags = {name: getattr(options, name) for name in ("listen", "mode", "dispatch", "policy")}
+    for kind in ("prefill", "decode"):
+        given = getattr(options, kind)
+        flags[kind] = given and [settings.parse_server(kind, text) for text in given]
+    return command.run(command.Source(options.config, flags), check=options.check)
+
+
 def _whole(flag: str, value: str) -> int:
     return int(Setting("", kind="whole").parse(flag, value))
 
@@ -222,6 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     _calibrate_command(commands)
     _validate_command(commands)
     _bench_transfer_command(commands)
+    _router_command(commands)
     exploration.add_commands(commands)
     return parser
 
@@ -275,6 +286,25 @@ def _bench_transfer_command(commands: Any) -> None:
         parser.add_argument(f"--{flag}", metavar=metavar, default=default, help=f"{text} (default: {default})")
     parser.add_argument("--json", metavar="FILE|-", help="write JSON; - is stdout, which then holds nothing else")
     parser.add_argument("--csv", metavar="FILE|-", help="write CSV that `pushkv calibrate` reads; - is stdout")
+
+
+def _router_command(commands: Any) -> None:
+    help = "one OpenAI-compatible address for several prefill and decode servers"
+    parser = commands.add_parser("router", help=help, description=help.capitalize() + ".", allow_abbrev=False)
+    parser.set_defaults(command=_router)
+    parser.add_argument("--config", metavar="FILE.toml", help="all settings and the server list; flags win over it")
+    parser.add_argument(
+        "--prefill",
+        metavar="URL[=ENGINE_ID@HOST:PORT]",
+        action="append",
+        help="a prefill server, and where its connector is; may be repeated",
+    )
+    parser.add_argument("--decode", metavar="URL", action="append", help="a decode server; may be repeated")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="default: 127.0.0.1:8100")
+    parser.add_argument("--mode", metavar="push|pull", help="what the engines' connector does (default: push)")
+    parser.add_argument("--dispatch", metavar="parallel|sequential", help="of push (default: parallel)")
+    parser.add_argument("--policy", metavar="round-robin|least-tokens|session|prefix", help="default: least-tokens")
+    parser.add_argument("--check", action="store_true", help="print the settings and end")
 
 
 def _scenario_command(commands: Any, name: str, command: Any, help: str) -> None:
