@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -126,7 +127,7 @@ class Application:
         if self.draining:
             raise Refusal(503, "the router is stopping", "upstream_error", 1)
         body = await self._body(scope, receive, client)
-        arrived = asyncio.get_running_loop().time()
+        arrived = time.perf_counter()
         ask = parse(path, scope["headers"], body, self.router.session_header, prefixes=self._prefixes)
         del body
         watch = asyncio.get_running_loop().create_task(client.watch(receive))

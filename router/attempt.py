@@ -1,7 +1,7 @@
 """One request on one pair: both legs, from their start to the first bytes of the answer, or to what failed.
 
-Decides when the legs leave (both at once, or one after the other), what ends the other leg, and whether a failure may be
-tried again. Does not decide on which pair, nor write to the client.
+Decides when the legs leave (both at once, or one after the other), what ends the other leg, and whether a failure may
+be tried again. Does not decide on which pair, nor write to the client.
 
 | what happens before the first bytes of the answer | what becomes of it |
 |---|---|
@@ -17,6 +17,7 @@ tried again. Does not decide on which pair, nor write to the client.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -45,8 +46,8 @@ class PrefillFailed(Exception):
 class Failed(Exception):
     """The attempt came to nothing, and no byte has reached the client.
 
-    leg: "prefill" or "decode"; reason: of a closed list. again: whether another attempt may help; same: whether the same
-    servers may be tried. status, headers, body: a server's answer that says so, if there was one.
+    leg: "prefill" or "decode"; reason: of a closed list. again: whether another attempt may help; same: whether the
+    same servers may be tried. status, headers, body: a server's answer that says so, if there was one.
     """
 
     def __init__(self, leg: str, reason: str, *, again: bool = True, same: bool = False) -> None:
@@ -71,7 +72,7 @@ _answer = msgspec.json.Decoder(_Answer)
 
 
 class Attempt:
-    """Use: `await begin()`, which returns the first bytes of the answer, then read `decode`; `end` when the client leaves."""
+    """Use: `await begin()`, which returns the first bytes of the answer, then read `decode`; `end` ends it early."""
 
     def __init__(
         self, ask: Ask, prefill: Server, decode: Server, fleets: tuple[Fleet, Fleet], settings: RouterSettings,
@@ -85,6 +86,7 @@ class Attempt:
         self._told: Identity | None = None  # who the decode leg was told that P is
         self._prefill_error: Failed | None = None
         self._answering = False
+        self._began = time.perf_counter()
 
     @property
     def decode(self) -> Exchange:
@@ -119,6 +121,8 @@ class Attempt:
         if self._settings.mode == "push" and params is not None:
             params["transfer_id"] = self.transfer_id
         self._start_decode(params)
+        if not why:
+            self._metrics.observe("dispatch_seconds", self.ask.own_s + time.perf_counter() - self._began)
         return await self._first()
 
     def end(self, error: BaseException | None = None) -> None:

@@ -1,7 +1,7 @@
 """`pushkv router`: flags, start, reload and stop.
 
-Decides what a signal does: SIGTERM and SIGINT drain (a second one stops at once), SIGHUP reads the settings file again, as
-does a change of the file. A bad file at start is exit code 2; a bad file later leaves the list as it was.
+Decides what a signal does: SIGTERM and SIGINT drain (a second one stops at once), SIGHUP reads the settings file again,
+as does a change of the file. A bad file at start is exit code 2; a bad file later leaves the list as it was.
 """
 
 from __future__ import annotations
@@ -108,6 +108,11 @@ class Service:
         except OSError as error:  # ssl.SSLError is one
             raise BadInput(f"tls_cert and tls_key cannot be used: {error}") from None
         self._server = _Server(config)
+
+    @property
+    def started(self) -> bool:
+        """Whether requests are taken."""
+        return bool(self._server.started)
 
     async def serve(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -22,8 +22,8 @@ PIECES = 64
 ANSWER_TOKENS = 256
 """What a request without `max_tokens` is taken to generate, for the balance between servers."""
 _HOP = frozenset(
-    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade "
-    b"host content-length accept-encoding expect x-request-id content-type".split()
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    b"upgrade host content-length accept-encoding expect x-request-id content-type".split()
 )
 _NOT_FOR_PREFILL = ("stream", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "min_tokens")
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -61,6 +61,7 @@ class Ask:
     prefix: tuple[int, ...]
     plain: str
     request_id: bytes
+    own_s: float = 0.0  # the router's time on it before it was dispatched, without the queue
 
     def prefill_body(self, params: Mapping[str, Any]) -> bytes:
         """One token of it, not streamed."""
@@ -127,7 +128,9 @@ def parse(
 
 
 def pieces(prompt: bytes) -> tuple[int, ...]:
-    """Running hashes over whole pieces of a prompt's text: equal as far as two prompts are. A collision costs a cache hit."""
+    """Running hashes over whole pieces of a prompt's text: equal as far as two prompts are equal. A collision costs no
+    more than a cache hit.
+    """
     found, running = [], 0
     for start in range(0, min(len(prompt) // PIECE_BYTES, PIECES) * PIECE_BYTES, PIECE_BYTES):
         running = zlib.crc32(prompt[start : start + PIECE_BYTES], running)

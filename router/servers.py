@@ -1,7 +1,7 @@
 """The servers that the router knows: whether they live, who they are, what they have to do.
 
-Decides when a server is taken for dead (it refused a connection, or failed two health checks) and when an identity is in
-doubt. Does not pick: the policy of `model/routing` does.
+Decides when a server is taken for dead (it refused a connection, or failed two health checks) and when an identity is
+in doubt. Does not pick: the policy of `model/routing` does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("pushkv.router")
 
 
 class Server:
-    """One server. number: its own in the policy. identity: None until it is known; doubtful: it may be another by now."""
+    """One server. number: its own in the policy. identity: None until known; doubtful: it may be another by now."""
 
     def __init__(self, role: str, settings: ServerSettings, number: int, common: RouterSettings) -> None:
         host, port, secure = target(role, settings.url)

@@ -1,6 +1,6 @@
 """The router's settings: one frozen object from one TOML file, flags on top. All timeouts stand here.
 
-Decides names, defaults, units and what is impossible. Every mistake is a `BadInput` of one sentence that names the setting.
+Decides names, defaults, units and what is impossible. A mistake is a `BadInput` of one sentence that names the setting.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Dispatch = Literal["parallel", "sequential"]
 
 
 class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One `[[prefill]]` or `[[decode]]`. engine_id, kv_host, kv_port, tp_size: of a prefill server, how its connector is
-    reached; learnt from its first prefill where they are not given. drain: finish what it has, send nothing new.
+    """One `[[prefill]]` or `[[decode]]`. engine_id, kv_host, kv_port, tp_size: of a prefill server, how its connector
+    is reached; learnt from its first prefill where they are not given. drain: finish what it has, send nothing new.
     """
 
     url: str

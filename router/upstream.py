@@ -1,11 +1,11 @@
 """HTTP/1.1 to one server: kept connections, one request at a time on each, answers as they come.
 
 Decides when a connection may be used again and what counts as a failure; not what is done about one. The parser is
-llhttp (httptools, as in uvicorn); aiohttp's client was tried first and used most of the router's time (benchmarks/router.py).
+llhttp (httptools, as in uvicorn).
 
-Theory of operation. `Pool.start` writes a request at once if a connection is idle, else as soon as one is made, and returns
-an `Exchange`. Its owner awaits `head`, then `chunk` until that is empty, or `whole`. Whatever ends it, `on_end` is called
-once. `abort` closes the connection under it: that is how a server is told that nobody wants the answer.
+Theory of operation. `Pool.start` writes a request at once if a connection is idle, else as soon as one is made, and
+returns an `Exchange`. Its owner awaits `head`, then `chunk` until that is empty, or `whole`. Whatever ends it, `on_end`
+is called once. `abort` closes the connection under it: that is how a server is told that nobody wants the answer.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import httptools
 
 Failure = Literal["connect", "stale", "closed", "malformed", "timeout", "too large", "cancelled"]
 HIGH_WATER = 256 << 10
-"""Bytes of an answer that nobody has fetched; more are left in the kernel, so that a slow client slows its server down."""
+"""Bytes of an answer that nobody has fetched; more stay in the kernel: a slow client slows its server down."""
 
 
 class UpstreamError(Exception):
     """An exchange that will not be completed. reason: of a closed list, for metrics and the log.
 
-    `stale`: a kept connection was closed as the request was sent, before any byte of an answer; nothing is wrong with the server.
+    `stale`: a kept connection was closed as the request was sent, before any byte of an answer; nothing is wrong with
+    the server.
     """
 
     def __init__(self, reason: Failure, detail: str = "") -> None:

@@ -1,8 +1,8 @@
 """Policies that send related requests to the same engine, where its prefix cache already has their beginning.
 
-Both give in to load: an engine that has `SLACK` times the mean of outstanding tokens and more is not picked for the sake of
-its cache (bounded loads, as in consistent hashing; Mirrokni, Thorup and Zadimoghaddam 2018). They do not know what an engine's cache really
-holds; prefix affinity remembers what the engine was given.
+Both give in to load: an engine with more than `SLACK` times the mean of outstanding tokens is not picked for the sake
+of its cache (consistent hashing with bounded loads; Mirrokni, Thorup and Zadimoghaddam 2018). They do not know what an
+engine's cache really holds; prefix affinity remembers what the engine was given.
 """
 
 from __future__ import annotations
