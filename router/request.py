@@ -90,6 +90,8 @@ def parse(
     """Raises `Refusal`. prefixes: whether somebody asks for `Ask.prefix`."""
     try:
         fields: dict[str, Any] = _decoder.decode(body)
+        if not body.isascii():
+            body.decode()  # what is inside the values has not been looked at
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise Refusal(400, "the body must be a JSON object") from None
     forwarded: list[bytes] = []

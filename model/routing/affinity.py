@@ -1,8 +1,8 @@
 """Policies that send related requests to the same engine, where its prefix cache already has their beginning.
 
-Both give in to load: an engine with more than `SLACK` times the mean of outstanding tokens is not picked for the sake
-of its cache (consistent hashing with bounded loads; Mirrokni, Thorup and Zadimoghaddam 2018). They do not know what an
-engine's cache really holds; prefix affinity remembers what the engine was given.
+Both give in to load: an engine with more than `SLACK` times the mean of outstanding tokens and the request's own is not
+picked for the sake of its cache (consistent hashing with bounded loads; Mirrokni, Thorup and Zadimoghaddam 2018). They
+do not know what an engine's cache really holds; prefix affinity remembers what the engine was given.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ def mixed(session: int, engine: int) -> int:
 
 
 class _Bounded(Dispatcher):
-    def _loaded(self, engine: int, candidates: Sequence[int]) -> bool:
-        """Whether ``engine`` has too much to do for its cache to be worth the wait."""
+    def _loaded(self, engine: int, tokens: int, candidates: Sequence[int]) -> bool:
+        """Whether ``engine`` has too much to do for its cache to be worth the wait of a request of ``tokens``."""
         total = sum(self._outstanding[i] for i in candidates)
-        least = min(self._outstanding[i] for i in candidates)
-        mine = self._outstanding[engine]
-        return mine > least and mine * len(candidates) > SLACK * total
+        return self._outstanding[engine] > SLACK * (total / len(candidates) + tokens)
 
 
 class SessionAffinity(_Bounded):
@@ -41,11 +39,11 @@ class SessionAffinity(_Bounded):
     request without a session goes where the fewest tokens are.
     """
 
-    def _choose(self, candidates: Sequence[int], session: int | None, prefix: Sequence[int]) -> int:
+    def _choose(self, tokens: int, candidates: Sequence[int], session: int | None, prefix: Sequence[int]) -> int:
         if session is None:
             return self._least(candidates)
         for engine in sorted(candidates, key=lambda i: (-mixed(session, i), i)):
-            if not self._loaded(engine, candidates):
+            if not self._loaded(engine, tokens, candidates):
                 return engine
         return self._least(candidates)
 
@@ -58,13 +56,13 @@ class PrefixAffinity(_Bounded):
         self._given: OrderedDict[int, set[int]] = OrderedDict()  # engines by running hash
         self._most = remembered
 
-    def _choose(self, candidates: Sequence[int], session: int | None, prefix: Sequence[int]) -> int:
+    def _choose(self, tokens: int, candidates: Sequence[int], session: int | None, prefix: Sequence[int]) -> int:
         wanted = set(candidates)
         for piece in reversed(prefix):
             holders = self._given.get(piece)
             if holders and (here := sorted(holders & wanted)):
                 best = self._least(here)
-                if not self._loaded(best, candidates):
+                if not self._loaded(best, tokens, candidates):
                     return best
         return self._least(candidates)
 

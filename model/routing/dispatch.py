@@ -39,7 +39,7 @@ class Dispatcher:
         if len(self._outstanding) == 1 and not self._removed[0]:
             chosen = 0
         else:
-            chosen = self._choose(self._candidates(exclude), session, prefix)
+            chosen = self._choose(tokens, self._candidates(exclude), session, prefix)
         self._outstanding[chosen] += tokens
         self._picked(chosen, prefix)
         return chosen
@@ -80,7 +80,7 @@ class Dispatcher:
         load = self._outstanding
         return min(candidates, key=lambda i: (load[i], i))
 
-    def _choose(self, candidates: Sequence[int], session: int | None, prefix: Sequence[int]) -> int:
+    def _choose(self, tokens: int, candidates: Sequence[int], session: int | None, prefix: Sequence[int]) -> int:
         raise NotImplementedError
 
     def _picked(self, engine: int, prefix: Sequence[int]) -> None:
@@ -94,7 +94,7 @@ class RoundRobin(Dispatcher):
         super().__init__(engines)
         self._next = 0
 
-    def _choose(self, candidates: Sequence[int], session: int | None, prefix: Sequence[int]) -> int:
+    def _choose(self, tokens: int, candidates: Sequence[int], session: int | None, prefix: Sequence[int]) -> int:
         chosen = next((i for i in candidates if i >= self._next), candidates[0])
         self._next = chosen + 1
         return chosen
@@ -103,5 +103,5 @@ class RoundRobin(Dispatcher):
 class LeastTokens(Dispatcher):
     """The engine with the fewest outstanding tokens of those that are alive."""
 
-    def _choose(self, candidates: Sequence[int], session: int | None, prefix: Sequence[int]) -> int:
+    def _choose(self, tokens: int, candidates: Sequence[int], session: int | None, prefix: Sequence[int]) -> int:
         return self._least(candidates)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +20,7 @@ from typing import Any
 RECORDINGS = Path(__file__).parent / "recordings"
 
 
+@functools.cache
 def recorded(name: str) -> tuple[int, list[tuple[str, str]], bytes]:
     """Status, headers without the framing, and the body without chunks, of a recording."""
     head, _, body = (RECORDINGS / f"{name}.http").read_bytes().partition(b"\r\n\r\n")
@@ -133,7 +135,11 @@ class Mock:
             status, sent, body = recorded(name) if self.well else (503, [], b"")
             await self._whole(writer, status, sent, body)
             return True
-        seen = Seen(path, headers, json.loads(raw), raw)
+        try:
+            seen = Seen(path, headers, json.loads(raw), raw)
+        except ValueError:
+            await self._whole(writer, *recorded("not_json"))
+            return True
         if self.keep_seen:
             self.seen.append(seen)
         self.open += 1
@@ -204,7 +210,7 @@ class Mock:
 
     async def _tokens(self, seen: Seen, writer: asyncio.StreamWriter, fault: str) -> bool:
         chat, stream = "chat" in seen.path, bool(seen.body.get("stream"))
-        prompt = seen.body["messages"][-1]["content"] if chat else seen.body["prompt"]
+        prompt = seen.body["messages"][-1]["content"] if chat else seen.body.get("prompt")
         count = int(seen.body.get("max_tokens") or 4)
         pieces = [f" {prompt}#{number}" for number in range(count)]
         if not stream:

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import uvloop
 
 from pushkv.router.command import Service, Source
 from pushkv.router.core import Router
@@ -18,7 +19,7 @@ from pushkv.router.settings import RouterSettings, ServerSettings
 
 from .mock import Mock, mocks
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 
 
 @dataclass
@@ -92,6 +93,11 @@ class Stack:
             ):
                 total += float(value)
         return total
+
+
+def play(story: Coroutine[Any, Any, None]) -> None:
+    """Run one test's story on the loop that the router runs on."""
+    uvloop.run(story)
 
 
 def expected(prompt: str, tokens: int = 4) -> str:

@@ -8,11 +8,7 @@ import re
 
 import pytest
 
-from .stack import expected, stack, until
-
-
-def run(coroutine):  # type: ignore[no-untyped-def]
-    return asyncio.run(coroutine)
+from .stack import expected, play, stack, until
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -28,7 +24,7 @@ def test_both_legs_leave_at_once(chat: bool, stream: bool) -> None:
             assert (reply.status, reply.text, reply.done) == (200, expected("hello"), stream)
             assert await s.metric("dispatches_total", how="parallel", reason="push") == 1
 
-    run(go())
+    play(go())
 
 
 def test_what_the_legs_say() -> None:
@@ -59,7 +55,7 @@ def test_what_the_legs_say() -> None:
             await s.ask("hello")
             assert s.prefill[0].seen[1].params["transfer_id"] != tid
 
-    run(go())
+    play(go())
 
 
 def test_an_unknown_engine_is_asked_first_and_then_known() -> None:
@@ -74,7 +70,7 @@ def test_an_unknown_engine_is_asked_first_and_then_known() -> None:
             assert await s.metric("dispatches_total", how="parallel") == 1
             assert await s.metric("identities_learnt_total") == 1
 
-    run(go())
+    play(go())
 
 
 def test_pull_is_sequential_and_passes_on_what_p_said() -> None:
@@ -85,7 +81,7 @@ def test_pull_is_sequential_and_passes_on_what_p_said() -> None:
             said = s.decode[0].seen[0].params
             assert said["remote_num_tokens"] and said["remote_block_ids"] == [] and said["do_remote_prefill"] is True
 
-    run(go())
+    play(go())
 
 
 def test_sequential_as_set() -> None:
@@ -94,7 +90,7 @@ def test_sequential_as_set() -> None:
             assert (await s.ask("one")).text == expected("one")
             assert await s.metric("dispatches_total", how="sequential", reason="as set") == 1
 
-    run(go())
+    play(go())
 
 
 def test_what_cannot_be_handed_over_is_served_by_one() -> None:
@@ -106,7 +102,7 @@ def test_what_cannot_be_handed_over_is_served_by_one() -> None:
             assert not s.prefill[0].seen and s.decode[0].seen[0].params == {}
             assert await s.metric("server_outstanding_tokens") == 0
 
-    run(go())
+    play(go())
 
 
 def test_other_paths() -> None:
@@ -130,7 +126,7 @@ def test_other_paths() -> None:
                 async with s.http.get(s.url + path) as response:
                     assert response.status == status, path
 
-    run(go())
+    play(go())
 
 
 def test_a_long_prompt_reaches_the_engines_byte_for_byte() -> None:
@@ -142,7 +138,7 @@ def test_a_long_prompt_reaches_the_engines_byte_for_byte() -> None:
             assert reply.text == f" {prompt}#0"
             assert s.prefill[0].seen[0].body["prompt"] == s.decode[0].seen[0].body["prompt"] == prompt
 
-    run(go())
+    play(go())
 
 
 def test_recorded_refusals_are_the_clients() -> None:
@@ -155,4 +151,4 @@ def test_recorded_refusals_are_the_clients() -> None:
                 assert reply.status == status and reply.error is not None and reply.error["code"] == status
             assert await s.metric("retries_total") == 0
 
-    run(go())
+    play(go())
