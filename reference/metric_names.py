@@ -49,7 +49,7 @@ TIMES: Mapping[str, str] = {
 REASONS = (
     "aborted", "prefill aborted", "prefill ended without its whole cache", "gave way", "gave way too often",
     "larger than the landing memory", "too much in quarantine with this peer", "peer unreachable", "not needed",
-    "local prefix has changed", "cache was reset", "packed", "direct", "role", "identity", "ambiguous", "backoff",
+    "local prefix has changed", "cache was reset", "packed", "direct", "role", "identity", "ambiguous", "backoff", "lease",
 )  # fmt: skip
 OTHER = "other"
 

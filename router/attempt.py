@@ -116,7 +116,7 @@ class Attempt:
             assert prefill.identity is not None
             self._metrics.count("dispatches", "parallel", "push")
             self._told = prefill.identity
-            params = prefill.identity.params(self.transfer_id)
+            params = prefill.identity.params(self.transfer_id, chat=b"chat" in self.ask.path)
             self._start_prefill(self._prefill_ended)
         if self._settings.mode == "push" and params is not None:
             params["transfer_id"] = self.transfer_id
@@ -146,6 +146,8 @@ class Attempt:
             return "as set"
         if prefill.identity is None:
             return "identity unknown"
+        if prefill.unsettled(time.monotonic()):
+            return "identity changes"
         return "identity in doubt" if prefill.doubtful else ""
 
     def _start_prefill(self, then: Callable[[Exchange], None]) -> Exchange:
@@ -199,7 +201,7 @@ class Attempt:
             return
         if said != prefill.identity:
             self._metrics.count("identities_learnt", prefill.name)
-        prefill.learn(said)
+        prefill.learn(said, time.monotonic())
         if self._told is not None and said != self._told:
             self._metrics.count("identity_mismatches", prefill.name)
             self._prefill_error = Failed("prefill", "identity mismatch", same=True)

@@ -21,15 +21,15 @@ class Identity:
     port: int
     tp_size: int
 
-    def params(self, transfer_id: str) -> dict[str, Any]:
+    def params(self, transfer_id: str, *, chat: bool) -> dict[str, Any]:
         """`kv_transfer_params` of the decode leg. vLLM's own push meets by request id: both legs carry `transfer_id` as
-        theirs, and the engine calls the prefill `cmpl-<id>-0`.
+        theirs, and the engine calls the prefill `cmpl-<id>-0` or `chatcmpl-<id>`.
         """
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self.engine_id,
-            "remote_request_id": f"cmpl-{transfer_id}-0",
+            "remote_request_id": f"chatcmpl-{transfer_id}" if chat else f"cmpl-{transfer_id}-0",
             "remote_host": self.host,
             "remote_port": self.port,
             "tp_size": self.tp_size,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import ssl
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -20,6 +21,10 @@ from pushkv.router.upstream import Exchange, Pool, UpstreamError
 
 FAILS = 2
 """Failed health checks in a row that make a server dead."""
+CHANGES_S, SEQUENTIAL_S = 300.0, 600.0
+"""A restart changes an identity once. One that changes again so soon belongs to several engines behind one address
+(data parallelism): it is asked first for so long.
+"""
 log = logging.getLogger("pushkv.router")
 
 
@@ -34,6 +39,7 @@ class Server:
         self.pool = Pool(host, port, tls, connect_s=common.connect_s, idle_s=common.upstream_idle_s)
         self.identity: Identity | None = settings.identity
         self.doubtful = False
+        self._changed = self._sequential_until = -math.inf
         self.up = True
         self.fails = 0
 
@@ -44,13 +50,19 @@ class Server:
         self.up = False
         self.doubtful = True
 
-    def learn(self, said: Identity) -> bool:
-        """What its last prefill says; whether that is news that made the old identity wrong."""
-        wrong = self.identity is not None and self.identity != said
+    def learn(self, said: Identity, now: float) -> None:
+        """What its last prefill says; now: in seconds, of any clock that only goes forward."""
         if self.identity != said:
             log.info("prefill server %s is engine %s at %s:%d", self.name, said.engine_id, said.host, said.port)
+            if self.identity is not None:
+                if now - self._changed < CHANGES_S:
+                    self._sequential_until = now + SEQUENTIAL_S
+                self._changed = now
         self.identity, self.doubtful = said, False
-        return wrong
+
+    def unsettled(self, now: float) -> bool:
+        """Whether it changes its identity too often for anybody to be told beforehand."""
+        return now < self._sequential_until
 
 
 class Fleet:

@@ -41,7 +41,7 @@ def test_what_the_legs_say() -> None:
             assert p.params["do_remote_decode"] is True and p.params["do_remote_prefill"] is False
             assert d.params == {
                 "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "P0.1",
-                "remote_request_id": f"cmpl-{tid}-0", "remote_host": "127.0.0.1", "remote_port": 5600, "tp_size": 1,
+                "remote_request_id": f"chatcmpl-{tid}", "remote_host": "127.0.0.1", "remote_port": 5600, "tp_size": 1,
                 "transfer_id": tid,
             }  # fmt: skip
             assert p.body["max_tokens"] == p.body["max_completion_tokens"] == 1

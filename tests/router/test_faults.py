@@ -134,6 +134,28 @@ def test_a_restarted_prefill_server_is_learnt(known: bool) -> None:
     play(go())
 
 
+def test_an_address_with_several_engines_behind_it_is_asked_first() -> None:
+    """Data-parallel ranks: every second prefill is another engine's."""
+
+    async def go() -> None:
+        async with stack() as s:
+            p = s.prefill[0]
+            names = [p.engine_id, "P0.other"]
+            p.wire.engines["P0.other"] = p
+
+            def other(_: Seen) -> str:
+                p.engine_id = names[len(p.seen) % 2]
+                return ""
+
+            p.fault = other
+            for n in range(8):
+                assert (await s.ask(f"q{n}")).text == expected(f"q{n}")
+            assert await s.metric("dispatches_total", how="sequential", reason="identity changes") >= 5
+            assert await s.metric("identity_mismatches_total") <= 3
+
+    play(go())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("when", ["prefill", "decode", "tokens"])
 def test_a_client_that_leaves_ends_both_legs(when: str, stream: bool) -> None:
