@@ -123,7 +123,7 @@ async def stack(
                 for p in ps
             ),
             decode=tuple(ServerSettings(d.url) for d in ds),
-            **{"health_every_s": 0.05, "health_s": 1.0, "connect_s": 1.0, **settings},
+            **{"health_every_s": 0.05, "health_s": 30.0, "connect_s": 30.0, **settings},
         )
         service = Service(made, Source(None, {}))
         listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
