@@ -49,7 +49,7 @@ class Wire:
 
 @dataclass
 class Seen:
-    """One request as a server saw it. end: "", "answered", "aborted" (its client left) or "broken" (by us)."""
+    """One request as a server saw it. end: "", "answered", "refused", "aborted" (its client left), "broken" (by us)."""
 
     path: str
     headers: dict[str, str]
@@ -149,7 +149,7 @@ class Mock:
         try:
             await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
-                seen.end = "answered" if answer.result() else "broken"
+                seen.end = seen.end or ("answered" if answer.result() else "broken")
                 return answer.result()
             seen.end = "aborted"
             return False
@@ -192,6 +192,7 @@ class Mock:
         return await self._tokens(seen, writer, fault)
 
     async def _refused(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        seen.end = "refused"
         name = "decode_leg_refused_stream" if seen.body.get("stream") else "decode_leg_refused"
         await self._whole(writer, *recorded(name))
 
