@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -30,12 +31,45 @@ log = logging.getLogger("pushkv.router")
 class HttpClient:
     """The client of one request. gone: it has closed its connection, or takes nothing any more."""
 
-    __slots__ = ("_send", "_stall_s", "gone", "on_gone", "started")
+    __slots__ = ("_deadline", "_loop", "_send", "_stall_s", "_task", "_timer", "gone", "late", "on_gone", "started")
 
     def __init__(self, send: Send, stall_s: float) -> None:
         self._send, self._stall_s = send, stall_s
-        self.gone = self.started = False
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._deadline = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+        self.gone = self.started = self.late = False
         self.on_gone: Callable[[], None] | None = None
+
+    def expect(self, seconds: float) -> None:
+        """The client must do its part (send, or take) within so many seconds, or `CancelledError` ends what waits for
+        it, with `late` set. One timer serves all of a request: it is only looked at when it is due.
+        """
+        self._deadline = deadline = self._loop.time() + seconds
+        if self._timer is None or self._timer.when() > deadline:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(deadline, self._look)
+
+    def done(self) -> None:
+        """It has."""
+        self._deadline = math.inf
+
+    def close(self) -> None:
+        """The request is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._deadline == math.inf:
+            return
+        if self._loop.time() < self._deadline - 0.002:
+            self._timer = self._loop.call_at(self._deadline, self._look)
+        elif self._task is not None:
+            self.late = True
+            self._task.cancel()
 
     async def start(self, status: int, headers: Headers) -> None:
         self.started = True
@@ -44,12 +78,15 @@ class HttpClient:
     async def body(self, data: bytes, more: bool) -> None:
         if self.gone:
             raise ClientGone
+        self.expect(self._stall_s)
         try:
-            async with asyncio.timeout(self._stall_s):
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        except TimeoutError:
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except asyncio.CancelledError:
+            if not self.late:
+                raise
             self.leave()
             raise ClientGone from None
+        self.done()
 
     async def watch(self, receive: Receive) -> None:
         """Returns when the client has left."""
@@ -99,6 +136,7 @@ class Application:
                 body = error_body(500, "the router failed", "internal_error")
                 await self._whole(client, 500, [_JSON], body)
         finally:
+            client.close()
             self.open -= 1
             self.router.metrics.count("requests", str(status))
 
@@ -141,29 +179,32 @@ class Application:
         for name, value in scope["headers"]:
             if name == b"content-length" and int(value) > most:
                 raise Refusal(413, f"the body is larger than {most} bytes")
-        message = await self._received(receive)
+        client.expect(self.settings.client_body_s)
+        message = await self._received(receive, client)
         if not message.get("more_body"):
             first: bytes = message.get("body", b"")
             if len(first) > most:
                 raise Refusal(413, f"the body is larger than {most} bytes")
+            client.done()
             return first
         parts = [message.get("body", b"")]
         size = len(parts[0])
-        until = asyncio.get_running_loop().time() + self.settings.client_body_s
         while message.get("more_body"):
-            message = await self._received(receive, until)
+            message = await self._received(receive, client)
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > most:
                 raise Refusal(413, f"the body is larger than {most} bytes")
+        client.done()
         return b"".join(parts)
 
-    async def _received(self, receive: Receive, until: float | None = None) -> dict[str, Any]:
-        clock = asyncio.get_running_loop().time
+    async def _received(self, receive: Receive, client: HttpClient) -> dict[str, Any]:
         try:
-            async with asyncio.timeout_at(until if until is not None else clock() + self.settings.client_body_s):
-                message = await receive()
-        except TimeoutError:
+            message = await receive()
+        except asyncio.CancelledError:
+            if not client.late:
+                raise
+            client.late = False
             raise Refusal(408, "the body did not come in time") from None
         if message["type"] == "http.disconnect":
             raise ClientGone

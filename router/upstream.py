@@ -39,18 +39,8 @@ class Exchange:
     """One request and its answer. status: 0 until the head is here. headers: names in lower case."""
 
     __slots__ = (
-        "_chunks",
-        "_connection",
-        "_loop",
-        "_size",
-        "_timer",
-        "_waiter",
-        "complete",
-        "error",
-        "headed",
-        "headers",
-        "on_end",
-        "status",
+        "_chunks", "_connection", "_deadline", "_loop", "_size", "_timer", "_waiter", "complete", "error", "headed",
+        "headers", "on_end", "status",
     )  # fmt: skip
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_end: Callable[[Exchange], None] | None) -> None:
@@ -60,6 +50,7 @@ class Exchange:
         self._connection: Connection | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._deadline = 0.0
         self.on_end = on_end
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
@@ -71,12 +62,20 @@ class Exchange:
         return self.complete or self.error is not None
 
     def limit(self, seconds: float | None) -> None:
-        """It fails with `timeout` unless it ends within so many seconds, or the limit is set anew. None: no limit."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if seconds is not None and not self.ended:
-            self._timer = self._loop.call_later(seconds, self._late)
+        """It fails with `timeout` unless it ends within so many seconds, or the limit is set anew. None: no limit.
+
+        Set for every token: a timer that runs is only looked at when it is due.
+        """
+        if seconds is None or self.ended:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            return
+        self._deadline = deadline = self._loop.time() + seconds
+        if self._timer is None or self._timer.when() > deadline:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(deadline, self._late)
 
     async def head(self) -> None:
         """Returns when `status` and `headers` are here. Raises what ended it before."""
@@ -154,7 +153,10 @@ class Exchange:
 
     def _late(self) -> None:
         self._timer = None
-        self.abort(UpstreamError("timeout"))
+        if self._loop.time() < self._deadline - 0.002:  # it has been put off
+            self._timer = self._loop.call_at(self._deadline, self._late)
+        else:
+            self.abort(UpstreamError("timeout"))
 
     def _wake(self) -> None:
         waiter = self._waiter
