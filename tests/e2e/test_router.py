@@ -204,3 +204,31 @@ async def test_pulls_contract_one_leg_after_the_other(cluster: Cluster, oracle: 
             got = await client.complete(pair.decode, prompt, TOKENS, said, request_id=request_id)
             same(got, await oracle.answer(prompt, TOKENS))
     pair.emptied()
+
+
+async def test_an_identity_kept_from_an_earlier_answer(cluster: Cluster, oracle: Oracle, path: str) -> None:
+    """As llm-d's sidecar does it in push mode: who P is comes from its last answer, both legs leave at once."""
+    pair = cluster.pair(Knobs(path=path), batch_tokens=256)
+    async with Client() as client:
+        said = (await client.complete(pair.prefill, words(50, 5800), 1, NOBODY_YET, request_id=fresh())).params
+        assert said is not None and said["transfer_mode"] == "push"
+        kept = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "transfer_mode")
+        for length in (33, 300):
+            request_id, transfer_id, prompt = fresh(), f"xfer-{fresh()}", words(length, 5800 + length)
+            params = {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_request_id": request_id,
+                "transfer_id": transfer_id,
+                **{name: said[name] for name in kept},
+            }
+            to_p = NOBODY_YET | {"transfer_id": transfer_id}
+            prefilled, got = await asyncio.gather(
+                client.complete(pair.prefill, prompt, 1, to_p, request_id=request_id),
+                client.complete(pair.decode, prompt, TOKENS, params, request_id=request_id),
+            )
+            assert prefilled.ok, prefilled
+            same(got, await oracle.answer(prompt, TOKENS))
+        # The first prefill has no decode leg: a registration that needs nothing lets P go.
+        await client.complete(pair.decode, words(50, 5800), 1, said, request_id=fresh())
+    pair.emptied()
