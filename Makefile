@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.pushkv-ready
-EXTRAS := dev plot parquet progress
+EXTRAS := dev router plot parquet progress
 comma := ,
 space := $(subst ,, )
 PYTEST_ARGS ?= -n auto
@@ -122,7 +122,7 @@ format: $(STAMP)
 # mypy does not read package-dir: it sees the packages under their import names through these links.
 .typing/pushkv:
 	@mkdir -p $@
-	@for part in model sim reference; do ln -sfn ../../$$part $@/$$part; done
+	@for part in model sim reference router; do ln -sfn ../../$$part $@/$$part; done
 
 lock: $(STAMP)
 	$(BIN)/python -m pip install --quiet uv
