@@ -6,18 +6,22 @@ nothing of vLLM; `office.py` and `rank.py` fulfil them; tests put a pair of engi
 Who calls what, and from where: everything of an `Office` but `stop` is called on vLLM's engine thread, takes O(1) and
 never blocks; everything of a `Rank` is called on the worker's thread. Each has a transfer thread of its own beside it.
 
-A transfer id here is the *key* that `identity.py` makes (the router's transfer id, the child, a digest of the prompt).
+A transfer id is, for an `Office`, vLLM's request id (`handles.py`), and for a `Rank` the *key* that `identity.py` makes
+(the router's transfer id, the child, a digest of the prompt).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pushkv.model.layout import Layout
 from pushkv.model.protocol import events as ev
 from pushkv.reference.settings import ConnectorSettings
+
+if TYPE_CHECKING:
+    from pushkv.reference.identity import Identity
 
 BlockIds = tuple[list[int], ...]
 """vLLM's block lists, one per cache group. Handed on by reference: whoever keeps one must not change it."""
@@ -87,7 +91,11 @@ class StepOrders:
     chunks: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.load or self.sent or self.received or self.failed)
+        return bool(self.load or self.sent or self.received or self.failed or self.invalid or self.preempted)
+
+
+IDLE = StepOrders()
+"""Nothing to do: one for all steps. Nobody may add to it."""
 
 
 class Office(Protocol):
@@ -101,6 +109,19 @@ class Office(Protocol):
     @property
     def gauges(self) -> Mapping[str, float]:
         """What is so now; names in `metrics.py`."""
+        ...
+
+    def identify(self, handle: str, identity: Identity, sends: bool) -> None:
+        """Comes before the first word about `handle`, a request id: it stands for the transfer of `identity` in all
+        words and news, until the books have closed the transfer. sends: on the sending side.
+
+        If another live handle has the same key, this one is refused: a receiving one's verdict is `Fail`, a sending
+        one is told `Finished` and `Release` when its prompt has ended.
+        """
+        ...
+
+    def key(self, handle: str) -> str:
+        """What the ranks call the transfer of `handle`, once there was news of it."""
         ...
 
     def tell(self, event: ev.Record) -> None:
@@ -119,11 +140,14 @@ class Office(Protocol):
         """
         ...
 
-    def blocks(self, transfer_id: str, block_ids: BlockIds, tokens: int = 0, step: int = 0) -> None:
+    def blocks(
+        self, transfer_id: str, block_ids: BlockIds | Callable[[], BlockIds], tokens: int = 0, step: int = 0
+    ) -> None:
         """The blocks of a transfer that is about to be `Computed(final)` (source) or `Allocated` (destination); with
         `step`, those that hold its first `tokens` tokens when this step of the engine is done, before `Computed`.
 
-        Such lists may grow later; what is in them stays.
+        Such lists may grow later; what is in them stays. A callable is called on another thread: making the lists takes
+        time that grows with them.
         """
         ...
 

@@ -208,6 +208,7 @@ class Rank:
     def wake(self) -> None:
         """Have the thread look."""
         if self._asleep:
+            self._asleep = False  # once is enough
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_write(self._wake_fd, 1)
 

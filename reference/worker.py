@@ -64,6 +64,8 @@ class WorkerSide:
         """`bind_connector_metadata`: what this step reports, whichever hook asks for it first. Older versions do not
         always call `handle_preemptions`.
         """
+        if not orders:
+            return
         self.preempted(orders)
         self._sent.update(orders.sent)
         self._received.update(orders.received)

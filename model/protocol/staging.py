@@ -39,8 +39,8 @@ class Staging:
     def give_back(self, peer: str, size: int) -> None:
         """``size`` bytes of ``peer`` are free again."""
         self.used -= size
-        left = self._by_peer[peer] - size
+        left = self._by_peer.get(peer, 0) - size
         if left:
             self._by_peer[peer] = left
-        else:
-            del self._by_peer[peer]
+        else:  # it may be forgotten already: parts of no bytes hold nothing
+            self._by_peer.pop(peer, None)

@@ -83,6 +83,7 @@ class Vllm:
         assert rules.recompute == (policy == "recompute") and rules.failed_requests and rules.unit_tokens in (1, BLOCK)
         rules = replace(rules, chunked=path == "chunks")
         self.connector._scheduler = SchedulerSide(self.engine, rules)
+        self.connector._scheduler.decode.pool = self.connector._pool
         self.blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         self.ended: dict[str, str] = {}
         self.returned: dict[str, Any] = {}
@@ -149,7 +150,10 @@ class Vllm:
         assert not self.scheduler.requests
         assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == self.blocks
         self.connector._scheduler._hear()
-        assert not self.connector.has_pending_push_work()
+        for _ in range(2):  # the second time there is nothing new
+            pending = self.connector.has_pending_push_work()
+            self.connector.get_kv_connector_stats()
+        assert not pending
         assert self.engine.ledger.open() == (0, 0)
 
 
@@ -195,6 +199,21 @@ def test_a_prompt_is_handed_over(model: Path, path: str) -> None:
     assert both.p.returned[p]["remote_num_tokens"] == 70
     scattered = [one for one in both.d.engine.told if type(one).__name__ == "Loaded"]
     assert len(scattered) == 1
+
+
+def test_an_idle_engine_steps_until_its_metrics_are_out(model: Path) -> None:
+    both = Both(model, packed=True)
+    both.decode(), both.prefill()
+    both.until_quiet()
+    connector, engine = both.d.connector, both.d.engine
+    engine.counters = {"path:packed, setting": 1}
+    assert both.d.scheduler.has_requests()  # something is new, and vLLM would sleep on it
+    reported = connector.get_kv_connector_stats()
+    assert reported is not None and reported.data["counters"] == {"path:packed, setting": 1}
+    assert not both.d.scheduler.has_requests()
+    engine.counters = {"path:packed, setting": 2}
+    connector._busy_at -= 10.0
+    assert not both.d.scheduler.has_requests()  # it is idle for long: nothing of ours wakes it
 
 
 @pytest.mark.parametrize("steps", range(7))
@@ -264,3 +283,27 @@ def test_a_prefill_that_is_preempted_goes_on_later(model: Path, path: str, steps
     both.p.engine.release_writes()
     both.until_quiet()
     assert both.p.ended[p] == both.d.ended[d] == "LENGTH"
+
+
+def test_an_unsettled_failure_is_computed_in_other_blocks_at_once(model: Path) -> None:
+    """Direct, `recompute`: the blocks that may still be written are kept from everybody, and the request goes on."""
+    both = Both(model, packed=False, policy="recompute")
+    both.prefill()
+    d = both.decode()
+    both.cluster.stuck = True
+    both.steps(5)
+    both.cluster.cut.add("P")
+    pool = both.d.scheduler.kv_cache_manager.block_pool
+    for _ in range(40):
+        both.d.step()
+        both.cluster.wait(0.5)
+    assert both.d.ended[d] == "LENGTH"
+    assert pool.get_num_free_blocks() == both.d.blocks - 3  # 70 tokens
+    assert both.d.scheduler.has_requests(), "nobody would give the blocks back"
+    both.cluster.cut.clear()
+    both.cluster.stuck = False
+    both.p.engine.release_writes()
+    for _ in range(10):
+        both.cluster.wait(1.0)
+        both.steps(1)
+    both.d.check_empty()

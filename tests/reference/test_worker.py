@@ -11,6 +11,7 @@ import pytest
 from pushkv.reference import local
 from pushkv.reference.caches import Ranks
 from pushkv.reference.connector_setup import setup_of, sized
+from pushkv.reference.metric_names import Meter
 from pushkv.reference.ports import Load, RankCard, StepOrders
 from pushkv.reference.settings import SettingsError
 from pushkv.reference.worker import WorkerSide
@@ -131,8 +132,8 @@ def test_what_cannot_be_served(more: dict[str, Any], says: str) -> None:
 
 def test_the_local_table_forgets_only_the_one_that_is_meant() -> None:
     old, new = Rank(), Rank()
-    local.put("x", old)  # type: ignore[arg-type]
-    local.put("x", new)  # type: ignore[arg-type]
+    local.put("x", old, Meter("rank 0"))  # type: ignore[arg-type]
+    local.put("x", new, Meter("rank 0"))  # type: ignore[arg-type]
     local.forget("x", old)  # type: ignore[arg-type]
     assert local.get("x") is new
     local.forget("x", new)  # type: ignore[arg-type]
