@@ -4,9 +4,10 @@ Decides what one measurement is. Does not decide which cases are measured, nor h
 
 Both sides hold the same layout and make P's contents from the same seed, so that D knows what must arrive. D builds
 that from the block lists alone, with neither planner nor copier. Times are P's, but for the scatter, which is D's, and
-include planning. A packed prompt goes in parts, as the connector sends it: a part is written as soon as it is gathered,
-and D scatters when all have landed. Its `gather` is the time until the first part is gathered, its `wire` what is left
-until the last one has landed, without what P spent on posting; the total has no words between the processes in it.
+include planning, but for that of a scatter on a device, which is done as the parts land. A packed prompt goes in parts,
+as the connector sends it: a part is written as soon as it is gathered, and D scatters when all have landed. Its
+`gather` is the time until the first part is gathered, its `wire` what is left until the last one has landed, without
+what P spent on posting; the total has no words between the processes in it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from pushkv.model.layout import (
     plan,
     plan_gather,
     plan_scatter,
+    scatter_ahead,
 )
 
 from .copies import Copy
-from .device_copies import DeviceCopier, copier
+from .device_copies import Ahead, DeviceCopier, copier
 from .grants import part_offset
 from .pools import SegmentPool, cross, spread
 from .transport import Transport, Write
@@ -275,6 +277,7 @@ class _Decode(_Side):
             for memory in (*self.regions, self.pool.tensor):
                 memory.zero_()
             dst = self.tables(case)[1]
+            ahead = self.ahead(case)
             self.settle()
             self.other.send("go")
             if self.transport.arrival == "notification":
@@ -285,14 +288,31 @@ class _Decode(_Side):
             self.hear()
             begun = time.perf_counter()
             if case.path == "packed":
-                segments, last = self.segments(case), None
-                for part, offset in self.parts(case):
-                    last = self.copier.scatter(plan_scatter(self.shard, dst, part), segments, offset)
-                if last is not None:
-                    last.wait()
+                self.scatter(case, dst, ahead)
             took_s = time.perf_counter() - begun if case.path == "packed" else 0.0
             equal = all(self.torch.equal(a, b) for a, b in zip(self.regions, self.wanted, strict=True))
             self.other.send((took_s, equal))
+
+    def ahead(self, case: Case) -> list[Ahead]:
+        """What is planned as the parts land, before D's blocks are known; on a device only."""
+        if case.path != "packed" or not isinstance(self.copier, DeviceCopier):
+            return []
+        return [
+            one
+            for part, offset in self.parts(case)
+            for one in self.copier.prepare(scatter_ahead(self.shard, part), offset)
+        ]
+
+    def scatter(self, case: Case, dst: list[BlockTable], ahead: list[Ahead]) -> None:
+        segments = self.segments(case)
+        if ahead:
+            self.copier.scatter_ahead(ahead, dst, segments).wait()
+            return
+        copies = [
+            self.copier.scatter(plan_scatter(self.shard, dst, part), segments, offset)
+            for part, offset in self.parts(case)
+        ]
+        copies[-1].wait()
 
     def expect(self, case: Case) -> None:
         """What D's cache must hold afterwards: P's tokens in D's blocks, and zeros everywhere else."""

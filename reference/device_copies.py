@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pushkv.model.layout import Plan
+from pushkv.model.layout import BlockTable, Plan, Slotted
 from pushkv.reference.copies import Copier, Copy, CopyError, runs_of
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceCopier", "Rows", "copier", "rows_of"]
+__all__ = ["Ahead", "DeviceCopier", "Rows", "copier", "rows_of"]
 
 Longs = npt.NDArray[np.int64]
 
@@ -33,8 +33,8 @@ _FINE_BYTES = 4 << 10
 class Rows(NamedTuple):
     """Every origin x every run: ``row_bytes`` between a place in the cache and one in the packed bytes.
 
-    ``origins``, ``runs``: (cache address, packed offset) of each, to be added up; shape (n, 2). All are multiples of
-    ``word_bytes``.
+    ``origins``: cache addresses. ``runs``, shape (n, 3): what is added to that address, the packed offset of the first
+    origin, and how far the packed offsets are apart from origin to origin. All are multiples of ``word_bytes``.
     """
 
     origins: Longs
@@ -45,7 +45,27 @@ class Rows(NamedTuple):
     @property
     def lists(self) -> tuple[Longs, ...]:
         """As the kernel reads them."""
-        return self.origins[:, 0], self.origins[:, 1], self.runs[:, 0], self.runs[:, 1]
+        return self.origins, self.runs[:, 0], self.runs[:, 1], self.runs[:, 2]
+
+
+class Ahead(NamedTuple):
+    """Rows of one length whose blocks are not known yet: ``runs`` are as in ``Rows``, but begin within a block;
+    ``slots``, ``group``, ``stride`` as in ``Slotted``. ``room``: the least size of each origin's region behind it.
+    """
+
+    origins: Longs
+    runs: Longs
+    slots: Longs
+    row_bytes: int
+    group: int
+    stride: int
+    room: int
+    bits: int
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What can be copied together has it in common."""
+        return self.row_bytes, self.group, self.stride, self.room, self.origins.tobytes()
 
 
 def copier(regions: Sequence[torch.Tensor], pool: torch.Tensor, segment_bytes: int, stream: Any) -> Any:
@@ -91,20 +111,80 @@ class DeviceCopier:
         return self._run(plan, segments, offset, after, gather=False)
 
     def _run(self, plan: Plan, segments: Sequence[int] | Longs, offset: int, after: Any, gather: bool) -> Copy:
+        places, alike = self._places(segments)
+        room = len(places) * self._segment_bytes
+        batches = list(rows_of(plan, self._bases, self._sizes, self._segment_bytes, room, alike, offset, gather=gather))
+        return self._copy(batches, places, after, gather)
+
+    def _places(self, segments: Sequence[int] | Longs) -> tuple[Longs, int]:
+        """Addresses of the segments, and all bits that are set in one of them or in their size."""
         size = self._segment_bytes
         ids = np.asarray(segments, np.int64)
         if len(ids) and (int(ids.min()) < 0 or (int(ids.max()) + 1) * size > self._pool.numel()):
             raise CopyError(f"segments {int(ids.min())} to {int(ids.max())} of a pool of {self._pool.numel() // size}")
         places = int(self._pool.data_ptr()) + ids * size
-        alike = int(np.bitwise_or.reduce(places)) | size if len(ids) else size
-        room = len(ids) * size
-        batches = list(rows_of(plan, self._bases, self._sizes, size, room, alike, offset, gather=gather))
+        return places, int(np.bitwise_or.reduce(places)) | size if len(ids) else size
+
+    def _copy(self, batches: list[Rows], places: Longs, after: Any, gather: bool) -> Copy:
+        size = self._segment_bytes
         return Copy(*self._kernel.run(batches, places, size, self._device, self._stream, after, gather=gather))
+
+    def prepare(self, slotted: Sequence[Slotted], offset: int) -> list[Ahead]:
+        """What of a scatter can be worked out before its blocks are known; the part's packed bytes begin at ``offset``.
+
+        Raises ``CopyError`` for a part that leaves the regions.
+        """
+        found = []
+        for one in slotted:
+            region, origin, packed_origin, cache, packed, length = runs_of(one.template, gather=False)
+            if not len(cache) or not len(region):
+                continue
+            if int(region.min()) < 0 or int(region.max()) >= len(self._sizes):
+                raise CopyError(f"the plan means region {int(region.max())} of {len(self._sizes)}")
+            slots = np.tile(one.slot, len(cache) // len(one.slot))
+            room = int((self._sizes[region] - origin).min())
+            for origins, first, step in _affine(self._bases[region] + origin, packed_origin + offset):
+                runs = np.stack((cache, packed + first, np.full(len(cache), step), slots), 1)
+                for row, places in _cut(runs, length, self._segment_bytes):
+                    bits = int(np.bitwise_or.reduce(origins)) | row | one.stride
+                    bits |= int(np.bitwise_or.reduce(places[:, :3], axis=None))
+                    ahead = Ahead(origins, places[:, :3], places[:, 3], row, one.group, one.stride, room, bits)
+                    found.append(ahead)
+        return found
+
+    def scatter_ahead(
+        self, parts: Sequence[Ahead], tables: Sequence[BlockTable], segments: Sequence[int] | Longs, after: Any = None
+    ) -> Copy:
+        """The scatter of what was prepared, into blocks that are known now. Raises ``CopyError``; nothing was copied
+        then.
+        """
+        places, alike = self._places(segments)
+        alike_parts: dict[tuple[object, ...], list[Ahead]] = {}
+        for part in parts:
+            alike_parts.setdefault(part.key, []).append(part)
+        batches = []
+        for same in alike_parts.values():
+            one = same[0]
+            runs = np.concatenate([part.runs for part in same])
+            slots = np.concatenate([part.slots for part in same])
+            ids = tables[one.group].ids
+            if int(slots.max()) >= len(ids) or int(ids.min()) < 0:
+                raise CopyError(f"{len(ids)} blocks, of which number {int(slots.max())} is needed")
+            runs[:, 0] += ids[slots] * one.stride
+            if int(runs[:, 0].max()) + one.row_bytes > one.room:
+                raise CopyError("a block leaves its region of the cache")
+            last = runs[:, 1] + runs[:, 2] * (len(one.origins) - 1)
+            if int(np.maximum(runs[:, 1], last).max()) + one.row_bytes > len(places) * self._segment_bytes:
+                raise CopyError(f"packed bytes outside {len(places)} segments of {self._segment_bytes} bytes")
+            bits = alike
+            for part in same:
+                bits |= part.bits
+            batches.append(Rows(one.origins, runs, one.row_bytes, next(word for word in _WORDS if not bits % word)))
+        return self._copy(batches, places, after, False)
 
     def warm(self, *, gather: bool) -> None:
         """Compile what copies will most likely need."""
-        empty = np.zeros((0, 2), np.int64)
-        shapes = [Rows(empty, empty, row, 8) for row in (_ROW_BYTES, 64)]
+        shapes = [Rows(np.zeros(0, np.int64), np.zeros((0, 3), np.int64), row, 8) for row in (_ROW_BYTES, 64)]
         self._kernel.warm(self._device, self._segment_bytes, self._stream, shapes, gather=gather)
 
 
@@ -131,11 +211,24 @@ def rows_of(
         packed_origin = packed_origin + offset
         if int(packed_origin.min() + packed.min()) < 0 or int(packed_origin.max() + (packed + length).max()) > room:
             raise CopyError(f"packed bytes outside {room} bytes of segments")
-        origins = np.stack((bases[region] + origin, packed_origin), 1)
-        bits = int(np.bitwise_or.reduce(origins, axis=None)) | alike
-        for row, places in _cut(np.stack((cache, packed), 1), length, segment_bytes):
-            all_bits = bits | int(np.bitwise_or.reduce(places, axis=None)) | row
-            yield Rows(origins, places, row, next(word for word in _WORDS if not all_bits % word))
+        for origins, first, step in _affine(bases[region] + origin, packed_origin):
+            bits = int(np.bitwise_or.reduce(origins)) | alike
+            runs = np.stack((cache, packed + first, np.full(len(cache), step), np.zeros(len(cache), np.int64)), 1)
+            for row, places in _cut(runs, length, segment_bytes):
+                all_bits = bits | int(np.bitwise_or.reduce(places, axis=None)) | row
+                yield Rows(origins, places[:, :3], row, next(word for word in _WORDS if not all_bits % word))
+
+
+def _affine(origins: Longs, packed: Longs) -> Iterator[tuple[Longs, int, int]]:
+    """(origins, packed offset of the first, distance of the others): all of them, as packed origins are evenly spaced,
+    or else one by one.
+    """
+    step = int(packed[1] - packed[0]) if len(packed) > 1 else 0
+    if len(packed) < 3 or bool((np.diff(packed) == step).all()):
+        yield origins, int(packed[0]), step
+        return
+    for number in range(len(packed)):
+        yield origins[number : number + 1], int(packed[number]), 0
 
 
 def _check(region: Longs, origin: Longs, cache: Longs, length: Longs, sizes: Longs) -> None:
@@ -147,7 +240,9 @@ def _check(region: Longs, origin: Longs, cache: Longs, length: Longs, sizes: Lon
 
 
 def _cut(runs: Longs, length: Longs, segment_bytes: int) -> Iterator[tuple[int, Longs]]:
-    """Runs cut into rows of one length each: (bytes of a row, where the rows begin)."""
+    """Runs cut into rows of one length each: (bytes of a row, the rows). Columns 0 and 1 are places that grow along a
+    run; what is in the others is the same for all of it.
+    """
     common = int(np.gcd.reduce(length))
     if common > segment_bytes:
         common = int(np.gcd(common, segment_bytes))
@@ -161,7 +256,7 @@ def _cut(runs: Longs, length: Longs, segment_bytes: int) -> Iterator[tuple[int, 
     rest = length - whole * most
     for each in np.unique(rest[rest > 0]).tolist():
         mine = rest == each
-        yield int(each), runs[mine] + (whole[mine] * most)[:, None]
+        yield int(each), _moved(runs[mine], whole[mine] * most)
 
 
 def _split(runs: Longs, pieces: Longs, row: int) -> Longs:
@@ -170,4 +265,11 @@ def _split(runs: Longs, pieces: Longs, row: int) -> Longs:
         return runs
     of = np.repeat(np.arange(len(runs)), pieces)
     within = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * row
-    return runs[of] + within[:, None]
+    return _moved(runs[of], within)
+
+
+def _moved(runs: Longs, by: Longs) -> Longs:
+    """A copy of ``runs`` whose places are ``by`` further."""
+    moved = runs.copy()
+    moved[:, :2] += by[:, None]
+    return moved

@@ -40,17 +40,17 @@ def _move(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    # lists, from `offset` on: cache addresses of the origins, their places in the packed bytes, the same of the runs,
-    # and then the addresses of the segments
+    # lists, from `offset` on: cache addresses of the origins; of the runs what they add to it, their places in the
+    # packed bytes, and how far these are apart from origin to origin; and then the addresses of the segments
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < origins.to(tl.int64) * runs
     origin, run = row // runs, row % runs
     lists += offset
-    cache = tl.load(lists + origin, mask=live, other=0) + tl.load(lists + 2 * origins + run, mask=live, other=0)
-    packed = tl.load(lists + origins + origin, mask=live, other=0)
-    packed += tl.load(lists + 2 * origins + runs + run, mask=live, other=0)
+    of_run = lists + origins + run
+    cache = tl.load(lists + origin, mask=live, other=0) + tl.load(of_run, mask=live, other=0)
+    packed = tl.load(of_run + runs, mask=live, other=0) + origin * tl.load(of_run + 2 * runs, mask=live, other=0)
     number, within = packed // SEGMENT, packed % SEGMENT
-    table = lists + 2 * origins + 2 * runs
+    table = lists + origins + 3 * runs
     here = tl.load(table + number, mask=live, other=0) + within
     # a row is no longer than a segment, so it passes from one to the next once at the most
     left = (SEGMENT - within) // BYTES

@@ -2,6 +2,9 @@
 
 Decides where in a transfer's segments each link's bytes lie (one link after the other, aligned) and which parts there
 are. When memory may be written, and when all is there, the machines say.
+
+On a device the scatter of each part is planned as the part comes, before its blocks are known: a step that loads a
+prompt waits only until they are put in and one kernel is launched.
 """
 
 from __future__ import annotations
@@ -9,15 +12,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from pushkv.model.layout import LayoutError, Part, Shard, block_table, plan_scatter
+from pushkv.model.layout import LayoutError, Part, Shard, block_table, plan_scatter, scatter_ahead
 from pushkv.model.protocol import GAVE_WAY
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
+from pushkv.reference.copies import CopyError
+from pushkv.reference.device_copies import DeviceCopier
 from pushkv.reference.grants import aligned, name_blocks, name_segments, part_offset, read_notice
 from pushkv.reference.metric_names import label
 from pushkv.reference.office import Loaded, Total
@@ -26,6 +32,7 @@ from pushkv.reference.transport import agent_name
 
 if TYPE_CHECKING:
     from pushkv.reference.copies import Copier, Copy
+    from pushkv.reference.device_copies import Ahead
     from pushkv.reference.rank import Rank
 
 log = logging.getLogger(__name__)
@@ -62,6 +69,7 @@ class Inbound:
     """A transfer that this rank expects or has. Times are seconds of the monotonic clock."""
 
     __slots__ = (
+        "ahead",
         "attempts",
         "early",
         "exposed_s",
@@ -88,6 +96,7 @@ class Inbound:
         self.noticed: set[tuple[ev.Link, int]] = set()
         self.early: dict[tuple[ev.Link, int], msg.Written] = {}
         self.pieces: list[tuple[Shard, Part, int]] = []
+        self.ahead: dict[tuple[int, int], list[Ahead] | None] = {}
 
 
 class Landing:
@@ -99,6 +108,7 @@ class Landing:
         self.totals: dict[str, int] = {}
         self._of_attempt: dict[tuple[ev.Link, int], str] = {}
         self._loads: list[tuple[Loading, list[Copy]]] = []
+        self._unplanned: deque[tuple[Inbound, ev.Link]] = deque()
 
     @property
     def active(self) -> bool:
@@ -127,6 +137,7 @@ class Landing:
                 self._of_attempt.pop((link, inbound.attempts.get(link, 0)), None)
                 inbound.attempts[link] = message.attempt
                 inbound.parts[link] = {}
+                inbound.ahead.clear()  # another attempt may have other parts, or come from another process
                 inbound.noticed = {key for key in inbound.noticed if key[0] != link}
                 self._of_attempt[link, message.attempt] = message.transfer_id
         else:
@@ -172,6 +183,8 @@ class Landing:
             return True
         inbound.parts[link].setdefault(message.part, message.tokens)
         inbound.heard_s = inbound.heard_s or time.monotonic()
+        if inbound.packed and isinstance(self.copier, DeviceCopier):
+            self._unplanned.append((inbound, link))
         fellow = self.rank.fellows.get(link)
         silent = fellow is None or fellow.incoming is None or fellow.facts.arrival != "notification"
         if silent or not message.tokens:
@@ -257,22 +270,54 @@ class Landing:
             self.rank.bell.watch(copies[-1])
         self.poll(begun)
 
+    def plan_ahead(self) -> None:
+        """Plan the scatters of the parts that have come: after everybody was told of them."""
+        while self._unplanned:
+            inbound, link = self._unplanned.popleft()
+            if self.inbound.get(inbound.transfer_id) is not inbound or link not in inbound.parts:
+                continue
+            try:
+                for shard, part, offset in self._parts(inbound, link):
+                    if (offset, part.stop) not in inbound.ahead:
+                        inbound.ahead[offset, part.stop] = self._ahead(shard, part, offset)
+            except LayoutError as error:  # it is planned when it is loaded
+                log.debug("%s: %s", inbound.transfer_id, error)
+
+    def _ahead(self, shard: Shard, part: Part, offset: int) -> list[Ahead] | None:
+        """``None`` when this part must be planned when it is loaded."""
+        assert isinstance(self.copier, DeviceCopier)
+        try:
+            return self.copier.prepare(scatter_ahead(shard, part), offset)
+        except (LayoutError, CopyError):
+            return None
+
+    def _parts(self, inbound: Inbound, link: ev.Link) -> list[tuple[Shard, Part, int]]:
+        """(shard, part, offset in bytes) of what has come from ``link`` without a gap."""
+        shard, whole, parts = self._shard(link), self._whole(inbound), inbound.parts[link]
+        if shard is None:
+            return []
+        base, start, found = self._offset(inbound, link), whole.start, []
+        for number in range(len(parts)):
+            if number not in parts:
+                break
+            stop = start + parts[number]
+            part = Part(start, stop, whole.first, stop == whole.stop)
+            found.append((shard, part, base + part_offset(shard, part)))
+            start = stop
+        return found
+
     def _pieces(self, inbound: Inbound) -> list[tuple[Shard, Part, int]]:
         """(shard, part, offset in bytes) of all that has landed: the sender may be gone when it is loaded."""
         whole = self._whole(inbound)
         pieces = []
         for link in inbound.links:
-            shard = self._shard(link)
-            if shard is None:
+            if self._shard(link) is None:
                 continue
-            base, start, parts = self._offset(inbound, link), whole.start, inbound.parts[link]
-            for number in range(len(parts)):
-                stop = start + parts[number]
-                part = Part(start, stop, whole.first, stop == whole.stop)
-                pieces.append((shard, part, base + part_offset(shard, part)))
-                start = stop
-            if start != whole.stop:
-                raise LayoutError(f"{inbound.transfer_id}: parts of {link} end at {start}, not at {whole.stop}")
+            found = self._parts(inbound, link)
+            stop = found[-1][1].stop if found else whole.start
+            if stop != whole.stop:
+                raise LayoutError(f"{inbound.transfer_id}: parts of {link} end at {stop}, not at {whole.stop}")
+            pieces += found
         return pieces
 
     def _scatter(self, loading: Loading) -> list[Copy]:
@@ -282,11 +327,30 @@ class Landing:
         tables = [block_table(ids) for ids in loading.blocks]
         segments = np.asarray(sorted(inbound.memory), np.int64)
         copies = []
-        for shard, part, offset in inbound.pieces:
+        pieces = inbound.pieces
+        if isinstance(self.copier, DeviceCopier):
+            planned, pieces = self._split(inbound, loading.first)
+            if planned:
+                copies.append(self.copier.scatter_ahead(planned, tables, segments, loading.after))
+        for shard, part, offset in pieces:
             if loading.first < part.stop or part.last:
                 scatter = plan_scatter(shard, tables, part, min(max(part.start, loading.first), part.stop))
                 copies.append(self.copier.scatter(scatter, segments, offset, loading.after))
         return copies
+
+    def _split(self, inbound: Inbound, first: int) -> tuple[list[Ahead], list[tuple[Shard, Part, int]]]:
+        """What was planned ahead, and the parts that were not, or of which not all is wanted."""
+        planned: list[Ahead] = []
+        rest = []
+        for shard, part, offset in inbound.pieces:
+            ahead = inbound.ahead.get((offset, part.stop))
+            if ahead is None and (offset, part.stop) not in inbound.ahead:
+                ahead = self._ahead(shard, part, offset)
+            if ahead is None or first > part.start:
+                rest.append((shard, part, offset))
+            else:
+                planned += ahead
+        return planned, rest
 
     def poll(self, now: float) -> None:
         """Scatters that have ended."""

@@ -267,6 +267,7 @@ class Rank:
             if self.office is not None:
                 self.office.turn(now)
             self._commands(now)
+        self.landing.plan_ahead()
         return busy
 
     def _read(self, now: float) -> None:

@@ -21,7 +21,7 @@ Nothing here knows a clock, a thread, a socket, a device or a request's life; `L
 
 from ._axes import AXES, combine, dense_layout, head_range
 from ._errors import BlockError, LayoutError, PairingError, RangeError, TooManySpans
-from ._packed import plan_gather, plan_scatter
+from ._packed import Slotted, plan_gather, plan_scatter, scatter_ahead
 from ._pair import Shard, pair
 from ._plan import DEFAULT_SPAN_LIMIT, Plan, Spans, Template, count_spans, plan, plan_tail
 from ._records import BlockTable, Group, GroupKind, Layout, Part, View, block_table
@@ -40,6 +40,7 @@ __all__ = [
     "Plan",
     "RangeError",
     "Shard",
+    "Slotted",
     "Spans",
     "Template",
     "TooManySpans",
@@ -54,4 +55,5 @@ __all__ = [
     "plan_gather",
     "plan_scatter",
     "plan_tail",
+    "scatter_ahead",
 ]

@@ -18,14 +18,14 @@ Hence gather and scatter are plans like any other: the packed bytes are one more
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ._errors import RangeError
+from ._errors import LayoutError, RangeError
 from ._pair import Bundle, Dim, Shard
 from ._plan import Placed, Plan, Template, build, check_tables, place
-from ._records import BlockTable, GroupKind, Part
+from ._records import BlockTable, GroupKind, IntArray, Part
 
 
 def plan_gather(shard: Shard, src: Sequence[BlockTable], part: Part) -> Plan:
@@ -64,6 +64,49 @@ def plan_scatter(shard: Shard, dst: Sequence[BlockTable], part: Part, start: int
             )
             templates += build(tile.placed, target, dims, bundle.row_bytes, first, tile.stop)
     return Plan(tuple(templates))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slotted:
+    """A template of a scatter whose blocks are not known yet: ``template.dst_run`` lies within a block, and run i goes
+    to the block at ``slot[i]`` of the table of ``group``, whose blocks are ``stride`` bytes apart.
+    """
+
+    template: Template
+    group: int
+    slot: IntArray
+    stride: int
+
+    def onto(self, tables: Sequence[BlockTable]) -> Template:
+        """The template, for tables that begin with the prompt's first token."""
+        return replace(self.template, dst_run=self.template.dst_run + tables[self.group].ids[self.slot] * self.stride)
+
+
+def scatter_ahead(shard: Shard, part: Part) -> tuple[Slotted, ...]:
+    """``plan_scatter`` for block lists that come later and begin with the prompt's first token: what is left to do then
+    does not grow with the bundles. Raises ``LayoutError`` where a group keeps less than all tokens.
+    """
+    found: list[Slotted] = []
+    for bundle, tile in _tiles(shard, part):
+        side = bundle.dst
+        stride = side.ratio * side.block_stride
+        reach = (side.ratio - 1) * side.block_stride + (side.block_tokens - 1) * side.token_stride
+        if bundle.kind is not GroupKind.FULL or reach >= 2 * stride:
+            raise LayoutError("blocks of this kind are planned when they are known")
+        tokens = shard.dst_groups[side.group].block_tokens
+        low, high = tile.start // tokens, -(-tile.stop // tokens)
+        apart = 2 * np.arange(low, high, dtype=np.int64)  # no two are neighbours: no run goes on in another block
+        target = Placed(
+            side.region, side.base, apart, side.ratio, low * tokens, side.block_tokens, side.block_stride,
+            side.token_stride,
+        )  # fmt: skip
+        dims = tuple(
+            Dim(dim.extent, packed, dim.dst_stride) for dim, packed in zip(bundle.dims, tile.strides, strict=True)
+        )
+        for template in build(tile.placed, target, dims, bundle.row_bytes, tile.start, tile.stop):
+            slot, within = np.divmod(template.dst_run, 2 * stride)
+            found.append(Slotted(replace(template, dst_run=within), side.group, slot, stride))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pushkv.model.layout import Part, block_table, dense_layout, pair, plan_gather, plan_scatter
+from pushkv.model.layout import Part, block_table, dense_layout, pair, plan_gather, plan_scatter, scatter_ahead
 from pushkv.reference import device_copies
 from pushkv.reference.copies import Copier, CopyError
 from pushkv.reference.device_copies import DeviceCopier
@@ -86,8 +87,8 @@ def test_lists_grow_with_layers_plus_blocks() -> None:
         )
         sizes.append(sum(len(one) for batch in rows for one in batch.lists))
     few, more_layers, more_blocks = sizes
-    assert more_layers - few <= 2 * 4
-    assert more_blocks - few <= 2 * 100
+    assert more_layers - few <= 4
+    assert more_blocks - few <= 3 * 100
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_copied() -> None:
@@ -194,3 +195,43 @@ def test_on_a_device_the_host_never_waits(monkeypatch: pytest.MonkeyPatch) -> No
     size = shard.part_bytes(part)
     assert torch.equal(pools[0].tensor[:size], pools[1].tensor[:size])
     assert copy._event is not None
+
+
+@pytest.mark.parametrize("axes", ["interleaved", "nhd_apart", "hnd_paired"])
+@pytest.mark.parametrize("tokens", [150, 7])
+def test_a_scatter_that_was_prepared(axes: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part by part, before the blocks are known, and done with as few launches as the whole would need."""
+    rng = np.random.default_rng(tokens)
+    cache = {**CACHE, "kv_heads": 2, "num_blocks": 24}
+    layout = dense_layout("P", axes, ["a", "b", "c"], **cache)
+    (shard,) = pair([layout], [layout])
+    cuts = [0, *[cut for cut in (32, 80, 131) if cut < tokens], tokens]
+    parts = [Part(start, stop, 0, stop == tokens) for start, stop in itertools.pairwise(cuts)]
+    segment = 12288
+    pool = SegmentPool(shard.part_bytes(Part.whole(0, tokens)) // segment + 4, segment)
+    pool.tensor.copy_(torch.from_numpy(rng.integers(0, 256, len(pool.tensor), np.uint8)))
+    ids = rng.permutation(pool.count)[: -(-(shard.part_bytes(Part.whole(0, tokens)) + 512) // segment)].tolist()
+    targets = [[torch.zeros(size, dtype=torch.uint8) for size in layout.regions] for _ in range(2)]
+    table = block_table(rng.permutation(24)[: -(-tokens // 16)])
+    copier = DeviceCopier(targets[0], pool.tensor, segment)
+    prepared = []
+    offset, plain = 512, Copier(targets[1], pool.tensor, segment)
+    for part in parts:
+        prepared += copier.prepare(scatter_ahead(shard, part), offset)
+        plain.scatter(plan_scatter(shard, [table], part), ids, offset)
+        offset += shard.part_bytes(part)
+    launched = []
+    real = copier._kernel._tile
+    monkeypatch.setattr(copier._kernel, "_tile", lambda *a: launched.append(1) or real(*a))
+    copier.scatter_ahead(prepared, [table], ids)
+    assert all(torch.equal(one, other) for one, other in zip(*targets, strict=True))
+    assert any(one.any() for one in targets[0])
+    assert len(launched) <= len({one.key for one in prepared})
+    if axes == "interleaved" and tokens == 150:
+        assert len(launched) < len(prepared)
+    for few in (table.ids[:-1], np.full(len(table.ids), 24), np.full(len(table.ids), -1)):
+        with pytest.raises(CopyError):
+            copier.scatter_ahead(prepared, [block_table(few)], ids)
+    with pytest.raises(CopyError):
+        copier.scatter_ahead(prepared, [table], ids[:1] if len(ids) > 1 else [])
+    assert all(torch.equal(one, other) for one, other in zip(*targets, strict=True))

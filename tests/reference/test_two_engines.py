@@ -396,3 +396,35 @@ def test_a_chunk_waits_for_its_own_step_only(pair: Make) -> None:
     assert p.sent("t", source, 200)
     for engine in (p, d):
         engine.emptied()
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1)])
+def test_scatters_planned_as_parts_come(pair: Make, p_tp: int, d_tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device, whose kernel is interpreted here (on one thread: it cannot be on more). A local prefix that has
+    grown meanwhile is left alone.
+    """
+    pytest.importorskip("triton", reason="the kernel is Triton's")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from pushkv.reference.device_copies import DeviceCopier
+
+    p, d = pair(p_tp, d_tp, part_bytes=4096)
+    for rank, (_, regions) in zip(d.ranks, d.views, strict=True):
+        pool = rank.landing.copier._pool
+        rank.landing.copier = DeviceCopier(regions, pool, d.setup.settings.segment_bytes)  # type: ignore[assignment]
+    ahead = []
+    real = DeviceCopier.scatter_ahead
+    monkeypatch.setattr(DeviceCopier, "scatter_ahead", lambda *a: ahead.append(len(a[1])) or real(*a))
+    assert hand_over((p, d), "whole", 200, True) == ("", True)
+    assert hand_over((p, d), "tail", 150, True, base=64) == ("", True)
+    assert len(ahead) == 2 * d_tp and min(ahead) > 1
+    hosts = Hosts(9)
+    source, target = hosts.blocks(p, 200), hosts.blocks(d, 200)
+    p.prefill("grown", 200, source)
+    d.office.arrive("grown", p.address, 200, 200, True)
+    d.fill("before", 200, target)
+    assert d.scatter("grown", 70, 200, target) == ""
+    d.check("grown", 70, 200, target)
+    d.check("before", 0, 64, target)
+    assert p.sent("grown", source, 200)
+    for engine in (p, d):
+        engine.emptied()
