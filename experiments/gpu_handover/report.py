@@ -1,6 +1,7 @@
 """From requests and the servers' records to tables: one row per load, and where the time of a hand-over went.
 
     python experiments/gpu_handover/report.py out/gpu_handover     # again, from what a run left there; draws it too
+    python experiments/gpu_handover/report.py experiments/gpu_handover/results 8b   # a run that is kept
     python experiments/gpu_handover/report.py out/8b qwen3-8b experiments/h200_pair/data/h200_requests_pushkv.csv
                                                                    # appends the open rows to what `validate` reads
 
@@ -232,12 +233,13 @@ def for_validate(csv_path: Path, model: str, target: Path) -> int:
     return len(rows)
 
 
-def main(folder: Path) -> int:
-    """Prints the tables of a run again, and draws it where matplotlib is installed."""
-    text = (folder / "rows.jsonl").read_text(encoding="utf-8")
+def main(folder: Path, name: str = "") -> int:
+    """Prints the table of a run again, and draws it where matplotlib is installed. ``name``: of one kept in results."""
+    end = f"_{name}" if name else ""
+    text = (folder / f"rows{end}.jsonl").read_text(encoding="utf-8")
     print_table([json.loads(line) for line in text.splitlines()])
     try:
-        plot(folder / "requests.csv", folder / "handover.png")
+        plot(folder / f"requests{end}.csv", folder / f"handover{end}.png")
     except ImportError:
         print("matplotlib is not installed: no plot", file=sys.stderr)
     return 0
@@ -248,4 +250,4 @@ if __name__ == "__main__":
         count = for_validate(Path(sys.argv[1]) / "requests.csv", sys.argv[2], Path(sys.argv[3]))
         print(f"{count} requests appended to {sys.argv[3]}")
         sys.exit(0 if count else 1)
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:3]))

@@ -178,6 +178,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seqs", type=int, default=128)
     parser.add_argument("--device", default="cuda", help="where the caches lie, for vLLM's own connectors")
     parser.add_argument("--connections", type=int, default=32, help="CUDA_DEVICE_MAX_CONNECTIONS of the servers")
+    parser.add_argument("--layout", default="", help="VLLM_KV_CACHE_LAYOUT of our servers; vLLM's own ask for HND")
     parser.add_argument("--queues", default="4x", help="CUDA_SCALE_LAUNCH_QUEUES of the servers; '' leaves it alone")
     parser.add_argument("--landing-bytes", type=int, default=5 << 30)
     parser.add_argument("--staging-bytes", type=int, default=2 << 30)

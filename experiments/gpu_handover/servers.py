@@ -119,6 +119,8 @@ def serve(mode: str, name: str, model: Path, options: argparse.Namespace) -> sub
     }
     if options.device == "cpu":
         environment |= CPU
+    if options.layout and mode in OURS:
+        environment["VLLM_KV_CACHE_LAYOUT"] = options.layout
     if options.queues:
         environment["CUDA_SCALE_LAUNCH_QUEUES"] = options.queues
     compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": CAPTURE}
