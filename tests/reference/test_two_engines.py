@@ -385,9 +385,15 @@ def test_a_chunk_waits_for_its_own_step_only(pair: Make) -> None:
         p.ranks[0].enqueued(number)
         if number == 1:
             event.set()
-    parts = p.ranks[0].endpoint.sender._transfers
-    (shard,) = next(iter(parts.values())).shards.values()
-    assert until(lambda: shard.done and shard.planned >= 112)  # all whole parts of the first chunk
+    transfers = p.ranks[0].endpoint.sender._transfers
+
+    def first_chunk_is_sent() -> bool:
+        """All its whole parts, that is: the one that reaches into the second chunk must wait."""
+        return any(
+            shard.done and shard.planned >= 112 for one in list(transfers.values()) for shard in one.shards.values()
+        )
+
+    assert until(first_chunk_is_sent)
     assert not event.query()
     p.fill("t", 200, source)
     event.set()
