@@ -48,7 +48,7 @@ TIMES: Mapping[str, str] = {
     "handover_s": "from the end of the prefill to the verdict",
 }
 REASONS = (
-    "aborted", "prefill aborted", "prefill ended without its whole cache", "gave way", "gave way too often",
+    "aborted", "lease", "prefill aborted", "prefill ended without its whole cache", "gave way", "gave way too often",
     "larger than the landing memory", "too much in quarantine with this peer", "peer unreachable", "not needed",
     "local prefix has changed", "cache was reset", "packed", "direct", "role", "identity", "ambiguous", "backoff",
 )  # fmt: skip

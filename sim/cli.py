@@ -178,6 +178,26 @@ def _bench_transfer(options: argparse.Namespace) -> int:
     return 0 if all(row["bytes_equal"] for row in found["rows"]) else _EXIT_FAILED_CHECK
 
 
+def _router(options: argparse.Namespace) -> int:
+    from pushkv.router import command, settings
+
+    flags = {name: getattr(options, name) for name in ("listen", "mode", "dispatch", "policy")}
+    for kind in ("prefill", "decode"):
+        given = getattr(options, kind)
+        flags[kind] = given and [settings.parse_server(kind, text) for text in given]
+    return command.run(command.Source(options.config, flags), check=options.check)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from pushkv.router import doctor
+
+    if options.json not in (None, "-"):
+        check_writable("--json", options.json)
+    findings = doctor.examine(doctor.parse(options))
+    emit(options.json, doctor.document(findings), doctor.text(findings))
+    return _EXIT_FAILED_CHECK if any(one.level == "error" for one in findings) else 0
+
+
 def _whole(flag: str, value: str) -> int:
     return int(Setting("", kind="whole").parse(flag, value))
 
@@ -222,6 +242,8 @@ def _parser() -> argparse.ArgumentParser:
     _calibrate_command(commands)
     _validate_command(commands)
     _bench_transfer_command(commands)
+    _router_command(commands)
+    _doctor_command(commands)
     exploration.add_commands(commands)
     return parser
 
@@ -275,6 +297,37 @@ def _bench_transfer_command(commands: Any) -> None:
         parser.add_argument(f"--{flag}", metavar=metavar, default=default, help=f"{text} (default: {default})")
     parser.add_argument("--json", metavar="FILE|-", help="write JSON; - is stdout, which then holds nothing else")
     parser.add_argument("--csv", metavar="FILE|-", help="write CSV that `pushkv calibrate` reads; - is stdout")
+
+
+def _router_command(commands: Any) -> None:
+    help = "one OpenAI-compatible address for several prefill and decode servers"
+    parser = commands.add_parser("router", help=help, description=help.capitalize() + ".", allow_abbrev=False)
+    parser.set_defaults(command=_router)
+    parser.add_argument("--config", metavar="FILE.toml", help="all settings and the server list; flags win over it")
+    parser.add_argument(
+        "--prefill",
+        metavar="URL[=ENGINE_ID@HOST:PORT]",
+        action="append",
+        help="a prefill server, and where its connector is; may be repeated",
+    )
+    parser.add_argument("--decode", metavar="URL", action="append", help="a decode server; may be repeated")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="default: 127.0.0.1:8100")
+    parser.add_argument("--mode", metavar="push|pull", help="what the engines' connector does (default: push)")
+    parser.add_argument("--dispatch", metavar="parallel|sequential", help="of push (default: parallel)")
+    parser.add_argument("--policy", metavar="round-robin|least-tokens|session|prefix", help="default: least-tokens")
+    parser.add_argument("--check", action="store_true", help="print the settings and end")
+
+
+def _doctor_command(commands: Any) -> None:
+    help = "what is wrong on an engine's machine, and what to do about it"
+    parser = commands.add_parser("doctor", help=help, description=help.capitalize() + ".", allow_abbrev=False)
+    parser.set_defaults(command=_doctor)
+    parser.add_argument("--kv-transfer-config", metavar="JSON", help="as vLLM is started with; PUSHKV_* wins over it")
+    parser.add_argument("--role", metavar="prefill|decode|both", default="both", help="of the engine (default: both)")
+    parser.add_argument("--tp", metavar="N", default="1", help="its tensor-parallel ranks (default: 1)")
+    parser.add_argument("--peer", metavar="HOST:PORT", action="append", help="another engine's side channel")
+    parser.add_argument("--server", metavar="URL", action="append", help="a vLLM server; several are compared")
+    parser.add_argument("--json", metavar="FILE|-", help="write JSON; - is stdout, which then holds nothing else")
 
 
 def _scenario_command(commands: Any, name: str, command: Any, help: str) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from pushkv.model.timing import (
     device_bytes_per_s,
     flow_bytes_per_s,
@@ -176,17 +174,22 @@ class Transfers:
         self._wires.send((self._links[p][0], self._links[d][1]), float(max(size, 1)), costs[0], move.sent)
 
 
-class _Move(msgspec.Struct, eq=False):
+class _Move:
     """One write or read under way since ``start``, posted until ``posted``."""
 
-    transfers: Transfers
-    flight: Flight
-    start: int
-    posted: int
-    after: int
-    extra: int
-    arrived: Callable[[Any], None]
-    handle: Any
+    def __init__(
+        self,
+        transfers: Transfers,
+        flight: Flight,
+        start: int,
+        posted: int,
+        after: int,
+        extra: int,
+        arrived: Callable[[Any], None],
+        handle: Any,
+    ) -> None:
+        self.transfers, self.flight, self.start, self.posted = transfers, flight, start, posted
+        self.after, self.extra, self.arrived, self.handle = after, extra, arrived, handle
 
     def sent(self) -> None:
         """The wires have carried the last byte."""

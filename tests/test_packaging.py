@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-TOPS = ("model", "reference", "sim")
+TOPS = ("model", "reference", "router", "sim")
 
 
 def test_every_package_is_listed() -> None:

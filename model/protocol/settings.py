@@ -66,7 +66,7 @@ class Settings:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not value > 0 or value != value:
+            if not value > 0:  # nor is a NaN
                 raise ValueError(f"{field.name} must be positive, got {value}")
         if self.suspect_after_s <= 2 * self.beat_s:
             raise ValueError(

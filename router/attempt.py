@@ -1,0 +1,281 @@
+"""One request on one pair: both legs, from their start to the first bytes of the answer, or to what failed.
+
+Decides when the legs leave (both at once, or one after the other), what ends the other leg, and whether a failure may
+be tried again. Does not decide on which pair, nor write to the client.
+
+| what happens before the first bytes of the answer | what becomes of it |
+|---|---|
+| P answers 4xx (not 429) | D's leg is ended; P's answer is the client's |
+| P cannot be reached, breaks off, 5xx, 429 | D's leg is ended; another pair |
+| P turns out to be another engine than D was told | D's leg is ended; again, with the new name |
+| D answers 4xx (not 429) | P's leg is ended; D's answer is the client's |
+| D cannot be reached, breaks off, 5xx, 429, or streams an error of 5xx first | P's leg is ended; another pair |
+| the client leaves | both legs are ended |
+| D answers first | P's leg goes on: its cache may serve the next request |
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pushkv.router.identity import Identity, identity_of, prefill_params
+from pushkv.router.metrics import RouterMetrics
+from pushkv.router.request import Ask
+from pushkv.router.servers import Fleet, Server
+from pushkv.router.settings import RouterSettings
+from pushkv.router.upstream import Exchange, UpstreamError
+
+_FOUND = (b'data: {"error"', b'data:{"error"')
+_REFUSED = (408, 429)
+"""4xx that another server may answer otherwise."""
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer."""
+
+
+class PrefillFailed(Exception):
+    """The decode leg has no use any more."""
+
+
+class Failed(Exception):
+    """The attempt came to nothing, and no byte has reached the client.
+
+    leg: "prefill" or "decode"; reason: of a closed list. again: whether another attempt may help; same: whether the
+    same servers may be tried. status, headers, body: a server's answer that says so, if there was one.
+    """
+
+    def __init__(self, leg: str, reason: str, *, again: bool = True, same: bool = False) -> None:
+        super().__init__(f"{leg}: {reason}")
+        self.leg, self.reason, self.again, self.same = leg, reason, again, same
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.body = b""
+
+    def answered(self, exchange: Exchange, body: bytes) -> Failed:
+        self.status, self.headers, self.body = exchange.status, exchange.headers, body
+        return self
+
+
+class _Answer(msgspec.Struct):
+    """What is read of a prefill leg's answer."""
+
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+_answer = msgspec.json.Decoder(_Answer)
+
+
+class Attempt:
+    """Use: `await begin()`, which returns the first bytes of the answer, then read `decode`; `end` ends it early."""
+
+    def __init__(
+        self, ask: Ask, prefill: Server, decode: Server, fleets: tuple[Fleet, Fleet], settings: RouterSettings,
+        metrics: RouterMetrics,
+    ) -> None:  # fmt: skip
+        self.ask = ask
+        self.servers = prefill, decode
+        self._fleets, self._settings, self._metrics = fleets, settings, metrics
+        self.transfer_id = os.urandom(16).hex()
+        self.legs: dict[str, Exchange] = {}
+        self._told: Identity | None = None  # who the decode leg was told that P is
+        self._prefill_error: Failed | None = None
+        self._answering = False
+        self._began = time.perf_counter()
+
+    @property
+    def decode(self) -> Exchange:
+        return self.legs["decode"]
+
+    async def begin(self) -> bytes:
+        """The first bytes of the answer (all of one that is not streamed). Raises `Failed`, or what `end` was given."""
+        try:
+            return await self._begin()
+        except PrefillFailed:
+            assert self._prefill_error is not None
+            raise self._prefill_error from None
+        finally:
+            self._release()
+
+    async def _begin(self) -> bytes:
+        prefill, _ = self.servers
+        if self.ask.plain:
+            self._metrics.count("dispatches", "plain", self.ask.plain)
+            self._start_decode(None)
+            return await self._first()
+        why = self._why_sequential(prefill)
+        if why:
+            self._metrics.count("dispatches", "sequential", why)
+            params = await self._prefill_first()
+        else:
+            assert prefill.identity is not None
+            self._metrics.count("dispatches", "parallel", "push")
+            self._told = prefill.identity
+            params = prefill.identity.params(self.transfer_id, chat=b"chat" in self.ask.path)
+            self._start_prefill(self._prefill_ended)
+        if self._settings.mode == "push" and params is not None:
+            params["transfer_id"] = self.transfer_id
+        self._start_decode(params)
+        if not why:
+            self._metrics.observe("dispatch_seconds", self.ask.own_s + time.perf_counter() - self._began)
+        return await self._first()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the legs that have not ended."""
+        for leg in list(self.legs.values()):
+            leg.abort(error)
+
+    def _release(self) -> None:
+        """The policies gave tokens to both servers; a leg gives them back when it ends, so do legs that never began."""
+        if "prefill" not in self.legs:
+            self._fleets[0].finished(self.servers[0], self.ask.prompt_tokens)
+        if "decode" not in self.legs:
+            self._fleets[1].finished(self.servers[1], self.ask.prompt_tokens + self.ask.answer_tokens)
+
+    # ------------------------------------------------------------ the prefill leg
+
+    def _why_sequential(self, prefill: Server) -> str:
+        if self._settings.mode == "pull":
+            return "pull"
+        if self._settings.dispatch == "sequential":
+            return "as set"
+        if prefill.identity is None:
+            return "identity unknown"
+        if prefill.unsettled(time.monotonic()):
+            return "identity changes"
+        return "identity in doubt" if prefill.doubtful else ""
+
+    def _start_prefill(self, then: Callable[[Exchange], None]) -> Exchange:
+        fleet, server, tokens = self._fleets[0], self.servers[0], self.ask.prompt_tokens
+
+        def ended(leg: Exchange) -> None:
+            fleet.finished(server, tokens)
+            then(leg)
+
+        leg = self._start(server, self.ask.prefill_body(prefill_params(self.transfer_id)), ended)
+        self.legs["prefill"] = leg
+        leg.limit(self._settings.prefill_s)
+        return leg
+
+    async def _prefill_first(self) -> dict[str, Any] | None:
+        """Sequential: what P's answer says that D must be told, None for nothing."""
+        leg = self._start_prefill(lambda _: None)
+        try:
+            await leg.head()
+            body = await leg.whole(self._settings.max_answer_bytes)
+        except UpstreamError as error:
+            raise self._broken("prefill", error) from None
+        self._judge(leg, body)
+        if self._prefill_error is not None:
+            raise self._prefill_error
+        return self._params(body)
+
+    def _prefill_ended(self, leg: Exchange) -> None:
+        """Parallel: P's leg has ended, while D's is under way or over."""
+        if isinstance(leg.error, UpstreamError):
+            if leg.error.reason != "cancelled":
+                self._prefill_error = self._broken("prefill", leg.error)
+        elif leg.error is None:
+            self._judge(leg, leg.body())
+        decode = self.legs.get("decode")
+        if self._prefill_error is not None and not self._answering and decode is not None:
+            decode.abort(PrefillFailed())
+
+    def _judge(self, leg: Exchange, body: bytes) -> None:
+        """Sets `_prefill_error` where P's answer means that D need not wait; learns who P is."""
+        prefill = self.servers[0]
+        if leg.status != 200:
+            again = leg.status >= 500 or leg.status in _REFUSED
+            self._metrics.count("legs_failed", "prefill", prefill.name, f"status {leg.status // 100}xx")
+            self._prefill_error = Failed("prefill", "status", again=again).answered(leg, body)
+            return
+        said = identity_of(self._params(body))
+        if said is None:
+            if not self.ask.plain:
+                self._metrics.count("prefills_without_transfer", prefill.name)
+            return
+        if said != prefill.identity:
+            self._metrics.count("identities_learnt", prefill.name)
+        prefill.learn(said, time.monotonic())
+        if self._told is not None and said != self._told:
+            self._metrics.count("identity_mismatches", prefill.name)
+            self._prefill_error = Failed("prefill", "identity mismatch", same=True)
+
+    def _params(self, body: bytes) -> dict[str, Any] | None:
+        try:
+            return _answer.decode(body).kv_transfer_params
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+
+    # ------------------------------------------------------------ the decode leg
+
+    def _start_decode(self, params: dict[str, Any] | None) -> None:
+        fleet, server = self._fleets[1], self.servers[1]
+        tokens = self.ask.prompt_tokens + self.ask.answer_tokens
+        leg = self._start(server, self.ask.decode_body(params), lambda _: fleet.finished(server, tokens))
+        self.legs["decode"] = leg
+        leg.limit(self._settings.first_token_s)
+        if self._prefill_error is not None:  # P's leg failed at once
+            leg.abort(PrefillFailed())
+
+    async def _first(self) -> bytes:
+        leg = self.decode
+        try:
+            await leg.head()
+            if self.ask.stream and leg.status == 200:
+                first = await leg.chunk()
+            else:
+                first = await leg.whole(self._settings.max_answer_bytes)
+        except UpstreamError as error:
+            self._cast_doubt(error.reason)
+            raise self._broken("decode", error) from None
+        if leg.status >= 500 or leg.status in _REFUSED or (first.startswith(_FOUND) and _is_ours_to_retry(first)):
+            self._cast_doubt("status")
+            self._metrics.count("legs_failed", "decode", self.servers[1].name, f"status {max(5, leg.status // 100)}xx")
+            raise Failed("decode", "status").answered(leg, first)
+        if self.ask.stream and leg.status == 200 and not first:
+            raise self._broken("decode", UpstreamError("closed"))
+        self._answering = True
+        return first
+
+    def _cast_doubt(self, reason: str) -> None:
+        """D may have failed because P is not who we said, and P has not answered yet: the next attempt asks P first."""
+        prefill = self.legs.get("prefill")
+        if self._told is not None and prefill is not None and not prefill.ended and reason == "status":
+            self.servers[0].doubtful = True
+
+    # ------------------------------------------------------------ both
+
+    def _start(self, server: Server, body: bytes, ended: Callable[[Exchange], None]) -> Exchange:
+        head = b"POST %b HTTP/1.1\r\n%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+            self.ask.path,
+            server.pool.host_header,
+            self.ask.forwarded,
+            self.transfer_id.encode(),
+            len(body),
+        )
+        return server.pool.start(head, body, ended)
+
+    def _broken(self, leg: str, error: UpstreamError) -> Failed:
+        number = 0 if leg == "prefill" else 1
+        server = self.servers[number]
+        if error.reason != "stale":
+            self._metrics.count("legs_failed", leg, server.name, error.reason)
+        if error.reason in ("connect", "closed"):
+            self._fleets[number].lost(server)
+        return Failed(leg, error.reason, again=error.reason != "too large", same=error.reason == "stale")
+
+
+def _is_ours_to_retry(first: bytes) -> bool:
+    """Whether the error that a stream begins with is the server's fault."""
+    line = first.split(b"\n", 1)[0].partition(b":")[2]
+    try:
+        code = msgspec.json.decode(line)["error"]["code"]
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError):
+        return True
+    return not isinstance(code, int) or code >= 500 or code in _REFUSED

@@ -1,0 +1,193 @@
+"""`pushkv router`: flags, start, reload and stop.
+
+Decides what a signal does: SIGTERM and SIGINT drain (a second one stops at once), SIGHUP reads the settings file again,
+as does a change of the file. A bad file at start is exit code 2; a bad file later leaves the list as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import msgspec
+
+from pushkv.router.settings import RouterSettings, address, read
+from pushkv.sim.errors import BadInput
+
+try:
+    import uvicorn
+    import uvloop
+
+    from pushkv.router.app import Application
+    from pushkv.router.servers import HealthChecks
+except ImportError as _missing:  # pragma: no cover - the refusal is tested in a process of its own
+    raise BadInput(f"the router needs {_missing.name}: pip install 'pushkv[router]'") from None
+
+log = logging.getLogger("pushkv.router")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """Where the settings come from, at the start and at a reload."""
+
+    path: str | None
+    flags: Mapping[str, Any]
+
+    def read(self) -> RouterSettings:
+        return read(self.path, self.flags)
+
+    def stamp(self) -> tuple[int, int, int] | None:
+        """Changes when the file does; None where there is none."""
+        if self.path is None:
+            return None
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def run(source: Source, *, check: bool = False) -> int:
+    """Serve until told to stop. check: only look at the settings. Raises `BadInput`."""
+    settings = source.read()
+    if check:
+        print(msgspec.json.format(msgspec.json.encode(settings)).decode())
+        return 0
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    listening = _listen(settings.listen)
+    gc.collect()
+    gc.freeze()  # what is here stays: the collector need not look at it
+    gc.set_threshold(50_000, 20, 50)  # requests leave few cycles behind; a full collection is a pause
+    with listening:
+        uvloop.run(Service(settings, source).serve(listening))
+    return 0
+
+
+def _listen(where: str) -> socket.socket:
+    host, port = address(where)
+    try:
+        family, *_, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(found)
+        listening.listen(4096)
+    except OSError as error:
+        raise BadInput(f"listen is {where!r}: it cannot be listened on: {error.strerror}") from None
+    return listening
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own ideas of signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class Service:
+    """The application, uvicorn around it, and what goes on beside requests."""
+
+    def __init__(self, settings: RouterSettings, source: Source) -> None:
+        self._settings, self._source = settings, source
+        self.application = Application(settings)
+        self._stop = asyncio.Event()
+        self._reload = asyncio.Event()
+        try:
+            config = uvicorn.Config(
+                self.application, loop="none", http="httptools", ws="none", lifespan="off", access_log=False,
+                log_config=None, log_level="warning", server_header=False, date_header=False, proxy_headers=False,
+                timeout_keep_alive=max(1, round(settings.client_idle_s)), backlog=4096,
+                ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
+            )  # fmt: skip
+            config.load()
+        except OSError as error:  # ssl.SSLError is one
+            raise BadInput(f"tls_cert and tls_key cannot be used: {error}") from None
+        self._server = _Server(config)
+
+    @property
+    def started(self) -> bool:
+        """Whether requests are taken."""
+        return bool(self._server.started)
+
+    async def serve(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        loop.add_signal_handler(signal.SIGHUP, self._reload.set)
+        router = self.application.router
+        beside = [
+            asyncio.create_task(HealthChecks((router.prefill, router.decode), self._settings).run()),
+            asyncio.create_task(self._reloads()),
+        ]
+        serving = asyncio.create_task(self._server.serve([listening]))
+        host, port = listening.getsockname()[:2]
+        log.info("listening on %s:%d, %d prefill and %d decode servers", host, port, *map(len, self._lists()))
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await self._drain()
+        self._server.should_exit = True
+        self._server.force_exit = True  # what is left after the drain is not waited for
+        await serving
+        for task in (*beside, stopping):
+            task.cancel()
+        await asyncio.gather(*beside, stopping, return_exceptions=True)
+        for fleet in (router.prefill, router.decode):
+            for server in fleet:
+                server.pool.close()
+
+    def stop(self) -> None:
+        """Drain; at the second call, end at once."""
+        if self._stop.is_set():
+            self._server.force_exit = self._server.should_exit = True
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        """Refuse what is new and wait for what is there: the first moments show load balancers that we are leaving."""
+        self.application.draining = True
+        log.info("draining: %d requests are open", self.application.open)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._settings.drain_s
+        while self.application.open and loop.time() < end and not self._server.force_exit:
+            await asyncio.sleep(0.05)
+        if self.application.open:
+            log.warning("stopping with %d requests open", self.application.open)
+
+    def _lists(self) -> tuple[list[Any], list[Any]]:
+        router = self.application.router
+        return list(router.prefill), list(router.decode)
+
+    async def _reloads(self) -> None:
+        """Read the file again at SIGHUP, or when it has changed."""
+        seen = self._source.stamp()
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.reload_every_s):
+                    await self._reload.wait()
+            except TimeoutError:
+                stamp = self._source.stamp()
+                if stamp == seen or stamp is None:
+                    continue
+            seen = self._source.stamp()
+            self._reload.clear()
+            self._read_again()
+
+    def _read_again(self) -> None:
+        metrics = self.application.router.metrics
+        try:
+            settings = self._source.read()
+        except BadInput as error:
+            metrics.count("reloads", "refused")
+            log.error("the server list stays as it was: %s", error)
+            return
+        self.application.router.update(settings)
+        metrics.count("reloads", "done")
+        log.info("the server list was read again: %d prefill and %d decode servers", *map(len, self._lists()))

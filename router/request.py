@@ -1,0 +1,151 @@
+"""A client's request: read, checked, and turned into the bodies of the two legs.
+
+Decides what the router must understand of a body, which is little: the engines check the rest, and their answer is the
+client's. Values are kept as the bytes they came as, so a long prompt is neither decoded nor written again. Nothing in a
+body can make this raise anything but `Refusal`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+PATHS = {b"/v1/completions": b"prompt", b"/v1/chat/completions": b"messages"}
+"""What is handed over, and the field that holds the prompt."""
+PIECE_BYTES = 1024
+PIECES = 64
+"""Prefix affinity looks at this many pieces of a prompt's text at the most."""
+ANSWER_TOKENS = 256
+"""What a request without `max_tokens` is taken to generate, for the balance between servers."""
+_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    b"upgrade host content-length accept-encoding expect x-request-id content-type".split()
+)
+_NOT_FOR_PREFILL = ("stream", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "min_tokens")
+_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_encode = msgspec.json.Encoder().encode
+_TRUE, _ONE = msgspec.Raw(b"true"), msgspec.Raw(b"1")
+
+
+class Refusal(Exception):
+    """A request that is answered here. status: 4xx; message: says nothing of the body's contents."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", retry_after_s: int = 0) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.retry_after_s = status, kind, retry_after_s
+
+
+def error_body(status: int, message: str, kind: str) -> bytes:
+    """In the form of OpenAI's API and of vLLM."""
+    return _encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
+
+
+@dataclass(slots=True)
+class Ask:
+    """path: of the engines' API. forwarded: header lines that both legs get. plain: why nothing is handed over, or "".
+
+    tokens: a guess at prompt and answer, for the balance. session, prefix: for affinity.
+    """
+
+    path: bytes
+    fields: dict[str, Any]
+    forwarded: bytes
+    stream: bool
+    prompt_tokens: int
+    answer_tokens: int
+    session: int | None
+    prefix: tuple[int, ...]
+    plain: str
+    request_id: bytes
+    own_s: float = 0.0  # the router's time on it before it was dispatched, without the queue
+
+    def prefill_body(self, params: Mapping[str, Any]) -> bytes:
+        """One token of it, not streamed."""
+        fields = dict(self.fields)
+        for name in _NOT_FOR_PREFILL:
+            fields.pop(name, None)
+        if "max_completion_tokens" in fields:
+            fields["max_completion_tokens"] = _ONE
+        fields["max_tokens"] = _ONE
+        fields["kv_transfer_params"] = params
+        return _encode(fields)
+
+    def decode_body(self, params: Mapping[str, Any] | None) -> bytes:
+        """params: None for a request that is served by the decode server alone."""
+        fields = self.fields
+        if params is None:
+            fields.pop("kv_transfer_params", None)
+        else:
+            fields["kv_transfer_params"] = params
+        return _encode(fields)
+
+
+def parse(
+    path: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes, session_header: bytes, *, prefixes: bool
+) -> Ask:
+    """Raises `Refusal`. prefixes: whether somebody asks for `Ask.prefix`."""
+    try:
+        fields: dict[str, Any] = _decoder.decode(body)
+        if not body.isascii():
+            body.decode()  # what is inside the values has not been looked at
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise Refusal(400, "the body must be a JSON object") from None
+    forwarded: list[bytes] = []
+    session_text = request_id = b""
+    for name, value in headers:
+        if name == session_header:
+            session_text = value
+        if name == b"x-request-id":
+            request_id = value[:128]
+        if name not in _HOP:
+            forwarded += (name, b": ", value, b"\r\n")
+    forwarded.append(b"content-type: application/json\r\n")
+    prompt = _raw(fields, PATHS[path].decode())
+    answer = _whole(fields, "max_completion_tokens") or _whole(fields, "max_tokens") or ANSWER_TOKENS
+    children = max(1, min(_whole(fields, "n") or 1, 1024))
+    plain = ""
+    if _raw(fields, "use_beam_search") == b"true":
+        plain = "beam search"
+    elif "prompt_embeds" in fields and _raw(fields, "prompt_embeds") != b"null":
+        plain = "prompt embeddings"
+    if not session_text:
+        session_text = _raw(fields, "user")
+        session_text = b"" if session_text in (b"null", b'""') else session_text
+    return Ask(
+        path,
+        fields,
+        b"".join(forwarded),
+        _raw(fields, "stream") == b"true",
+        1 + len(prompt) // 4,
+        min(answer, 1 << 20) * children,
+        zlib.crc32(session_text) if session_text else None,
+        pieces(prompt) if prefixes else (),
+        plain,
+        request_id,
+    )
+
+
+def pieces(prompt: bytes) -> tuple[int, ...]:
+    """Running hashes over whole pieces of a prompt's text: equal as far as two prompts are equal. A collision costs no
+    more than a cache hit.
+    """
+    found, running = [], 0
+    for start in range(0, min(len(prompt) // PIECE_BYTES, PIECES) * PIECE_BYTES, PIECE_BYTES):
+        running = zlib.crc32(prompt[start : start + PIECE_BYTES], running)
+        found.append(running << 16 | start // PIECE_BYTES)
+    return tuple(found)
+
+
+def _raw(fields: Mapping[str, Any], name: str) -> bytes:
+    value = fields.get(name)
+    return b"" if value is None else bytes(value)
+
+
+def _whole(fields: Mapping[str, Any], name: str) -> int:
+    """A whole number, or 0 where it is none: the engine says what is wrong with it."""
+    raw = _raw(fields, name)
+    return int(raw) if 0 < len(raw) < 10 and raw.isdigit() else 0
