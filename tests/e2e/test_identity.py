@@ -16,8 +16,8 @@ from .model import make_adapter
 pytestmark = pytest.mark.usefixtures("only_pushkv")
 
 
-async def test_the_cache_salt_is_part_of_what_is_handed_over(cluster: Cluster, oracle: Oracle, path: str) -> None:
-    pair = await faulty_pair(cluster, path)
+async def test_the_cache_salt_is_part_of_what_is_handed_over(cluster: Cluster, oracle: Oracle) -> None:
+    pair = await faulty_pair(cluster, "packed")
     prompt = words(100, 4711)
     expected = await oracle.answer(prompt, 4)
     async with Client(BOUND_S) as client:
