@@ -31,7 +31,7 @@ def extensions() -> list[object]:
     package = Path("build/sources/pushkv")
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").touch()
-    for part in ("model", "sim", "reference"):
+    for part in ("model", "sim", "reference", "router"):
         link = package / part
         link.unlink(missing_ok=True)
         link.symlink_to(Path("../../..") / part, target_is_directory=True)
