@@ -24,7 +24,9 @@ from pushkv.router.upstream import UpstreamError
 log = logging.getLogger("pushkv.router")
 STALE = 8
 """Attempts that found a kept connection closed do not count; but so many in a row are no accident."""
-_END = b"\n\n"
+_END = (b"\n\n", b"\r\n\r\n")
+HELD_BYTES = 1 << 20
+"""An event that is not complete is held back up to this size."""
 _HOP = frozenset(
     b"connection keep-alive transfer-encoding content-length upgrade trailer date server x-request-id".split()
 )
@@ -146,8 +148,10 @@ class Router:
             if rest:
                 part, rest = rest + part, b""
             if not part.endswith(_END):  # only whole events: what follows a broken stream must be readable
-                whole = part.rfind(_END) + len(_END)
-                part, rest = (part[:whole], part[whole:]) if whole >= len(_END) else (b"", part)
+                whole = max(part.rfind(end) + len(end) for end in _END if end in part) if _ended(part) else 0
+                part, rest = part[:whole], part[whole:]
+                if len(rest) > HELD_BYTES:  # no stream of events
+                    part, rest = part + rest, b""
             if part:
                 await client.body(part, True)
             leg.limit(self.settings.token_gap_s)
@@ -237,6 +241,10 @@ class Router:
         """A new server list; the other settings stay as they were at the start."""
         self.prefill.update(settings.prefill)
         self.decode.update(settings.decode)
+
+
+def _ended(part: bytes) -> bool:
+    return any(end in part for end in _END)
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,11 +94,13 @@ class Mock:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    tls: ssl.SSLContext | None = None
+
     async def start(self) -> None:
         """Under a new engine id each time, on the same port."""
         self.engine_id = f"{self._name}.{next(self._incarnations)}"
         self.wire.engines[self.engine_id] = self
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, backlog=4096)
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, backlog=4096, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def kill(self) -> None:
