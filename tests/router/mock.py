@@ -111,6 +111,7 @@ class Mock:
         for task in list(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._server.wait_closed()
         for (engine, _), event in list(self.wire.done.items()):
             if engine == self.engine_id:
                 event.set()
