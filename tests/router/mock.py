@@ -85,6 +85,7 @@ class Mock:
         self.well = True
         self.side_port = 5600
         self.port = 0
+        self._alive = False
         self._incarnations = itertools.count(1)
         self._name = name
         self._server: asyncio.Server | None = None
@@ -100,12 +101,14 @@ class Mock:
         """Under a new engine id each time, on the same port."""
         self.engine_id = f"{self._name}.{next(self._incarnations)}"
         self.wire.engines[self.engine_id] = self
+        self._alive = True
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, backlog=4096, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def kill(self) -> None:
         """Nobody is told; every connection breaks."""
         assert self._server is not None
+        self._alive = False
         self.wire.engines.pop(self.engine_id, None)
         self._server.close()
         for task in list(self._connections):
@@ -119,6 +122,9 @@ class Mock:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        if not self._alive:  # it was in the queue when the server was killed
+            writer.transport.abort()
+            return
         self._connections.add(task)
         try:
             while await self._one(reader, writer):
