@@ -1,7 +1,7 @@
 # Three commands do everything on a machine that has only Python 3.11+, pip and make:
 #   make demo    the comparison of pull, push and pushkv
 #   make test    all tests but those on real servers
-#   make e2e     the tests on real vLLM servers (no GPU needed; Python 3.11 or 3.12, 7 GB of packages)
+#   make e2e     the tests on NIXL, torch and real vLLM servers (no GPU needed; Python 3.11 or 3.12, 7 GB of packages)
 # They set up .venv (and .venv-e2e) themselves, once. PYTHON=python3.12 picks another interpreter; PIP_* settings are honoured.
 
 PYTHON ?= python3
@@ -12,21 +12,26 @@ EXTRAS := dev router plot parquet progress
 comma := ,
 space := $(subst ,, )
 PYTEST_ARGS ?= -n auto
+FAST_VENV := .venv-fast
+FAST_STAMP := $(FAST_VENV)/.pushkv-ready
 E2E_VENV := .venv-e2e
 E2E_STAMP := $(E2E_VENV)/.pushkv-ready
 E2E_ARGS ?=
+REFERENCE_ARGS ?= -n 2
+LIBFABRIC := build/libfabric
 SEEDS ?= 0:20000
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test coverage explore e2e serve-demo lint format lock clean
+.PHONY: help setup demo test fast coverage explore e2e serve-demo lint format lock clean
 
 help:
 	@echo "make demo    compare pull, push and pushkv, beside measurements"
 	@echo "make test    run all tests"
+	@echo "make fast    the simulator compiled, in $(FAST_VENV): same results, about twice as fast (needs a C compiler)"
 	@echo "make coverage  every branch of the protocol and the planner, or fail"
 	@echo "make explore play random seeds ($(SEEDS)) against the properties of the protocol"
-	@echo "make e2e     run the tests on real vLLM servers (E2E_ARGS=... goes to pytest)"
+	@echo "make e2e     run the tests on NIXL, torch and real vLLM servers (E2E_ARGS=... goes to pytest)"
 	@echo "make serve-demo  hand a prompt over between two real vLLM servers"
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make format  let ruff rewrite the sources"
@@ -57,6 +62,19 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# Not editable: compiled modules beside the sources would be taken for them, however the sources change.
+$(FAST_STAMP): setup.py pyproject.toml $(wildcard model/*/*.py sim/*.py) | $(STAMP)
+	@echo "setting up $(FAST_VENV) (compiles for minutes)"
+	@test -x $(FAST_VENV)/bin/python || $(PYTHON) -m venv $(FAST_VENV) >/dev/null 2>&1 || \
+	  $(PYTHON) -m venv --clear --without-pip $(FAST_VENV)
+	@$(BIN)/python -m pip --python $(FAST_VENV)/bin/python install --quiet 'setuptools>=77' mypy '.[plot,parquet,progress]'
+	@PUSHKV_COMPILE=1 $(BIN)/python -m pip --python $(FAST_VENV)/bin/python install --quiet --no-build-isolation --no-deps \
+	  --force-reinstall .
+	@touch $@
+
+fast: $(FAST_STAMP)
+	PUSHKV_FAST=$(FAST_VENV)/bin/python $(BIN)/python -m pytest tests/sim/test_compiled.py
+
 # vLLM's pins need overrides, which pip does not have: this one needs uv.
 $(E2E_STAMP): pyproject.toml tests/e2e/requirements.txt tests/e2e/overrides.txt | $(STAMP)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || \
@@ -70,7 +88,12 @@ $(E2E_STAMP): pyproject.toml tests/e2e/requirements.txt tests/e2e/overrides.txt 
 	  -r tests/e2e/requirements.txt -e .
 	@touch $@
 
+# First the parts of the connector that need torch, NIXL or vLLM, then real servers. NIXL's LIBFABRIC backend, the one of
+# EFA, has an environment of its own; where it cannot be made (no compiler, no Debian), its tests are skipped, and say so.
 e2e: $(E2E_STAMP)
+	@test -x $(LIBFABRIC)/run || sh tests/reference/libfabric_env.sh $(E2E_VENV)/bin/python $(LIBFABRIC) >&2 || \
+	  { rm -f $(LIBFABRIC)/run; echo "no environment for LIBFABRIC: its tests are skipped" >&2; }
+	$(E2E_VENV)/bin/python -m pytest tests/reference $(REFERENCE_ARGS)
 	$(E2E_VENV)/bin/python -m pytest --confcutdir=tests/e2e tests/e2e $(E2E_ARGS)
 
 serve-demo: $(E2E_STAMP)
@@ -79,11 +102,13 @@ serve-demo: $(E2E_STAMP)
 explore: $(STAMP)
 	$(BIN)/pushkv explore --seeds $(SEEDS) --profile all --jobs $(JOBS)
 
-# Not part of .ci/run: measuring makes the exploration several times slower.
+# Not part of .ci/run: measuring makes tests slower. Left out: what runs the same code again and again (exhaustive worlds,
+# mutants, pairs of runs, shrinking).
+SEEN_ELSEWHERE := $(foreach name,exhaustive explore_command mutations pairs shrink,--ignore tests/protocol/test_$(name).py)
 coverage: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/protocol tests/layout --deselect tests/protocol/test_mutations.py \
-	  --cov=pushkv.model.protocol --cov=pushkv.model.layout --cov-branch --cov-report=term-missing:skip-covered \
-	  --cov-fail-under=100
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/protocol tests/layout $(SEEN_ELSEWHERE) \
+	  --ignore tests/layout/test_mutations.py --cov=pushkv.model.protocol --cov=pushkv.model.layout --cov-branch \
+	  --cov-report=term-missing:skip-covered --cov-fail-under=100
 
 lint: $(STAMP) .typing/pushkv
 	$(BIN)/ruff check .
@@ -104,4 +129,4 @@ lock: $(STAMP)
 	env -u UV_INDEX_URL -u UV_DEFAULT_INDEX $(BIN)/uv lock --no-config --default-index https://pypi.org/simple
 
 clean:
-	rm -rf $(VENV) $(E2E_VENV) .typing build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(FAST_VENV) $(E2E_VENV) .typing build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

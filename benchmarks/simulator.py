@@ -1,6 +1,7 @@
 """How fast the simulator is, where its time goes, and how much memory a long run takes.
 
     .venv/bin/python benchmarks/simulator.py                # speed and shares, a minute
+    .venv-fast/bin/python benchmarks/simulator.py           # the same compiled, after `make fast`
     .venv/bin/python benchmarks/simulator.py --million      # and a million requests, for the memory: minutes
 
 Scenario: Qwen3-32B at TP4, 4,096 tokens in, 256 out, 4 requests per second, 1P1D on H200s over EFA. Speed is requests
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import platform
 import pstats
 import resource
 import statistics
@@ -94,13 +96,15 @@ def main() -> None:
     if options.in_this_process:
         million(options.in_this_process, options.requests)
         return
+    compiled = not str(world.__file__).endswith(".py")
+    print(f"{'compiled' if compiled else 'interpreted'}, Python {platform.python_version()}")
     print(f"Qwen3-32B TP4, 4096 in, 256 out, 4 requests/s, 1P1D, {options.requests:,} requests")
     print(f"{'mode':8}{'requests per CPU second':>34}{'events':>12}{'machine steps':>16}")
     modes = options.modes.split(",")
     for mode in modes:
         median, least, most, events, steps = speed(mode, options.requests, options.repeats)
         print(f"{mode:8}{median:>10,.0f} (least {least:,.0f}, most {most:,.0f}){events:>16,}{steps:>14,}")
-    for mode in modes:
+    for mode in [] if compiled else modes:  # a profiler sees no compiled function
         print(f"\nshare of own time, {mode}")
         for name, share in shares(mode, min(2_000, options.requests)).items():
             print(f"  {name:24}{share:6.1%}")

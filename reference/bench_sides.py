@@ -3,23 +3,39 @@
 Decides what one measurement is. Does not decide which cases are measured, nor how they are shown (`bench_transfer`).
 
 Both sides hold the same layout and make P's contents from the same seed, so that D knows what must arrive. D builds
-that from the block lists alone, with neither planner nor copier. Times are P's, but for the scatter, which is D's: a
-packed total is the sum of gather, write and scatter, one after the other, without the words between the processes.
+that from the block lists alone, with neither planner nor copier. Times are P's, but for the scatter, which is D's, and
+include planning. A packed prompt goes in parts, as the connector sends it: a part is written as soon as it is gathered,
+and D scatters when all have landed. Its `gather` is the time until the first part is gathered, its `wire` what is left
+until the last one has landed, without what P spent on posting; the total has no words between the processes in it.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pushkv.model.layout import Layout, Part, Plan, block_table, dense_layout, pair, plan, plan_gather, plan_scatter
+from pushkv.model.layout import (
+    BlockTable,
+    Layout,
+    Part,
+    Plan,
+    block_table,
+    dense_layout,
+    pair,
+    plan,
+    plan_gather,
+    plan_scatter,
+)
 
-from .device_copies import copier
+from .copies import Copy
+from .device_copies import DeviceCopier, copier
+from .grants import part_offset
 from .pools import SegmentPool, cross, spread
 from .transport import Transport, Write
 
@@ -27,7 +43,8 @@ __all__ = ["Case", "Sizes", "layout_of", "side"]
 
 Longs = npt.NDArray[np.int64]
 
-_LARGE_BYTES = 32 << 20  # of a packed descriptor
+_LARGE_BYTES = 64 << 20  # of a packed descriptor
+_PART_BYTES = 512 << 20  # of a part of a packed prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +120,8 @@ class _Side:
         self.pool = SegmentPool(-(-part // sizes.segment_bytes), sizes.segment_bytes, self.device)
         self.regions = [self._region(size) for size in self.layout.regions]
         self.copier = copier(self.regions, self.pool.tensor, sizes.segment_bytes, None)
+        if isinstance(self.copier, DeviceCopier):
+            self.copier.warm(gather=rank == 0)
         self.transport = Transport(f"bench.{rank}.{os.getpid()}", sizes.backend)
         self.transport.register([*self.regions, self.pool.tensor])
         bases = [int(region.data_ptr()) for region in self.regions]
@@ -132,10 +151,19 @@ class _Side:
         size = self.shard.part_bytes(Part.whole(0, case.tokens))
         return list(range(-(-size // self.sizes.segment_bytes)))
 
-    def plans(self, case: Case) -> tuple[Plan, Plan, Plan]:
-        part = Part.whole(0, case.tokens)
+    def tables(self, case: Case) -> tuple[list[BlockTable], list[BlockTable]]:
+        """P's blocks and D's."""
         src, dst = ([block_table(blocks_of(case, self.sizes, who))] for who in (0, 1))
-        return plan(self.shard, src, dst, part), plan_gather(self.shard, src, part), plan_scatter(self.shard, dst, part)
+        return src, dst
+
+    def parts(self, case: Case) -> list[tuple[Part, int]]:
+        """In which a packed prompt goes, and where in its segments each begins."""
+        block = self.sizes.block_tokens
+        each = _PART_BYTES * case.tokens // self.shard.part_bytes(Part.whole(0, case.tokens)) // block * block
+        starts = range(0, case.tokens, max(block, each))
+        stops = [*starts[1:], case.tokens]
+        found = [Part(start, stop, 0, stop == case.tokens) for start, stop in zip(starts, stops, strict=True)]
+        return [(part, part_offset(self.shard, part)) for part in found]
 
     def settle(self) -> None:
         if self.device.type == "cuda":
@@ -158,37 +186,64 @@ class _Prefill(_Side):
         self.other.send(None)
 
     def measure(self, case: Case) -> dict[str, Any]:
-        direct, gather, _ = self.plans(case)
-        if case.path == "packed":
-            segments = self.segments(case)
-            size = gather.total_bytes
-            ours = self.pool.spread(segments, 0, size)
-            theirs = spread(self.their_pool, self.pool.count, self.sizes.segment_bytes, segments, 0, size)
-            local, remote, length = cross(ours, theirs, _LARGE_BYTES)
-        else:
-            local, remote, length = self.addresses(direct, case.path == "each")
+        src, dst = self.tables(case)
         self.settle()
         begun = time.perf_counter()
         if case.path == "packed":
-            self.copier.gather(gather, segments).wait()
-        gathered = time.perf_counter()
-        write = self.transport.post(self.agent, local, remote, length, notice=b"landed")
-        self.finish(write)
+            writes, gathered = self.packed(case, src)
+        else:
+            whole = plan(self.shard, src, dst, Part.whole(0, case.tokens))
+            spans = self.addresses(whole, case.path == "each")
+            gathered = time.perf_counter()
+            writes = [self.transport.post(self.agent, *spans, notice=b"landed")]
+        for write in writes:
+            self.finish(write)
+        if self.transport.arrival == "notification":
+            self.hear()
         ended = time.perf_counter()
         self.other.send("written")
         scatter_s, equal = self.hear()
-        busy_s = write.make_s + write.post_s
+        make_s, post_s = sum(write.make_s for write in writes), sum(write.post_s for write in writes)
         return {
-            "descriptors": len(length),
-            "bytes": int(length.sum()),
+            "descriptors": sum(write.descriptors for write in writes),
+            "bytes": sum(write.size_bytes for write in writes),
             "gather_s": gathered - begun,
-            "make_s": write.make_s,
-            "post_s": write.post_s,
-            "wire_s": max(0.0, ended - gathered - busy_s),
+            "make_s": make_s,
+            "post_s": post_s,
+            "wire_s": max(0.0, ended - gathered - make_s - post_s),
             "scatter_s": scatter_s,
             "total_s": ended - begun + scatter_s,
             "equal": equal,
         }
+
+    def packed(self, case: Case, src: list[BlockTable]) -> tuple[list[Write], float]:
+        """Gathers and posts part by part: the writes, and when the first part was gathered."""
+        segments, parts = self.segments(case), self.parts(case)
+        copies: deque[tuple[Copy, int, int]] = deque()
+        writes: list[Write] = []
+        gathered = 0.0
+        for part, offset in parts:
+            copy = self.copier.gather(plan_gather(self.shard, src, part), segments, offset)
+            copies.append((copy, offset, self.shard.part_bytes(part)))
+            first = self.gathered(copies, writes, segments)
+            gathered = gathered or first
+        while copies:
+            first = self.gathered(copies, writes, segments)
+            gathered = gathered or first
+        return writes, gathered
+
+    def gathered(self, copies: deque[tuple[Copy, int, int]], writes: list[Write], segments: list[int]) -> float:
+        """Posts what is gathered; when, if it was something."""
+        at = 0.0
+        while copies and copies[0][0].done():
+            at = at or time.perf_counter()
+            _, offset, size = copies.popleft()
+            ours = self.pool.spread(segments, offset, size)
+            theirs = spread(self.their_pool, self.pool.count, self.sizes.segment_bytes, segments, offset, size)
+            writes.append(self.transport.post(self.agent, *cross(ours, theirs, _LARGE_BYTES), notice=b"landed"))
+        for write in writes:
+            self.transport.poll(write)
+        return at
 
     def addresses(self, direct: Plan, each_block: bool) -> tuple[Longs, Longs, Longs]:
         spans = direct.spans(1 << 24)
@@ -208,8 +263,6 @@ class _Prefill(_Side):
             pass
         if write.state != "done":
             raise RuntimeError(f"the write broke: {write.reason}")
-        if self.transport.arrival == "notification":
-            self.hear()
         self.transport.release(write)
 
 
@@ -221,17 +274,22 @@ class _Decode(_Side):
             self.expect(case)
             for memory in (*self.regions, self.pool.tensor):
                 memory.zero_()
-            scatter = self.plans(case)[2]
+            dst = self.tables(case)[1]
             self.settle()
             self.other.send("go")
             if self.transport.arrival == "notification":
-                while not self.transport.progress():
-                    pass
+                missing = len(self.parts(case)) if case.path == "packed" else 1
+                while missing:
+                    missing -= len(self.transport.progress())
                 self.other.send("arrived")
             self.hear()
             begun = time.perf_counter()
             if case.path == "packed":
-                self.copier.scatter(scatter, self.segments(case)).wait()
+                segments, last = self.segments(case), None
+                for part, offset in self.parts(case):
+                    last = self.copier.scatter(plan_scatter(self.shard, dst, part), segments, offset)
+                if last is not None:
+                    last.wait()
             took_s = time.perf_counter() - begun if case.path == "packed" else 0.0
             equal = all(self.torch.equal(a, b) for a, b in zip(self.regions, self.wanted, strict=True))
             self.other.send((took_s, equal))

@@ -36,7 +36,10 @@ from pushkv.reference.scheduler import SchedulerSide
 from pushkv.reference.worker import WorkerSide
 
 NAME = "PushConnector"
-_STATS_EVERY_S = 0.5
+LINGER_S = 2.0
+"""An engine that has nothing to do goes on stepping for so long at the most, until what has ended is in the metrics:
+they leave with a step's output.
+"""
 
 log = logging.getLogger("vllm.pushkv")
 
@@ -64,7 +67,8 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._meter = Meter("office")
-        self._stats_at = 0.0
+        self._busy_at = -LINGER_S
+        self._pool: Any = None
         if role == KVConnectorRole.SCHEDULER:
             rules_of(vllm_config, kv_cache_config, self._setup, KVConnectorBase_V1)  # what is impossible is said now
         else:
@@ -82,6 +86,10 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         alone = local.get(self._setup.engine_id) if len(cards) == 1 else None
         open_office = opener_of_offices()
         self._scheduler = SchedulerSide(open_office(sized(self._setup, cards), cards, alone), rules)
+        self._scheduler.decode.pool = self._pool
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
 
     def _side(self) -> SchedulerSide:
         if self._scheduler is None:
@@ -99,7 +107,9 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         preempted = getattr(scheduler_output, "preempted_req_ids", None)
-        return PushMetadata(self._side().step(scheduler_output.num_scheduled_tokens, preempted))
+        if scheduler_output.num_scheduled_tokens:
+            self._busy_at = time.monotonic()
+        return PushMetadata(self._side().step(scheduler_output.num_scheduled_tokens, preempted, scheduler_output))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -115,7 +125,19 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(range(len(self._kv_cache_config.kv_cache_groups))) if groups is None else groups
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.pending
+        """vLLM asks when nothing else keeps the engine from sleeping."""
+        side = self._scheduler
+        if side is None:
+            return False
+        now = time.monotonic()
+        if side.pending:
+            self._busy_at = now
+            return True
+        if now - self._busy_at > LINGER_S:
+            return False
+        unreported = self._meter.stale(*side.readings())
+        self._meter.urgent |= unreported
+        return local.stale(self._setup.engine_id) or unreported or side.open
 
     def reset_cache(self) -> bool | None:
         return self._side().reset()
@@ -130,7 +152,7 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         cpu = cpu_format(self._vllm_config, self._kv_cache_config, kv_caches)
         rank = self._worker.register(kv_caches, self._kv_cache_config, cpu)
-        local.put(self._setup.engine_id, rank)
+        local.put(self._setup.engine_id, rank, self._meter)
 
     def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
         raise RuntimeError("pushkv has not asked for cross-layer caches and does not know this one")
@@ -139,8 +161,8 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
     def prefer_cross_layer_blocks(self) -> bool:
         return False
 
-    @property
-    def supports_sleep_mode(self) -> bool:
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """Peers write into this memory while it is registered: it cannot go away under them."""
         return False
 
@@ -168,7 +190,8 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         return
 
     def wait_for_save(self) -> None:
-        return
+        if self._worker is not None:
+            self._worker.saved(self._orders())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self._worker is not None
@@ -185,10 +208,8 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------ both
 
     def get_kv_connector_stats(self) -> PushStats | None:
-        now = time.monotonic()
-        if now - self._stats_at < _STATS_EVERY_S:
+        if not self._meter.due(time.monotonic()):
             return None
-        self._stats_at = now
         tally = None
         if self._worker is not None and self._worker.rank is not None:
             rank = self._worker.rank
@@ -231,3 +252,6 @@ def register() -> None:
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
     except ValueError:
         log.debug("%s is registered already", NAME)
+
+
+register()  # also where it is loaded by module path: under a MultiConnector, vLLM looks for its statistics by name

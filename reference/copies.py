@@ -120,7 +120,7 @@ class Copier:
             if after is not None:
                 stream.wait_event(after)
             keep = self._work(steps, gather)
-            event = cuda.Event()
+            event = cuda.Event(blocking=True)
             event.record(stream)
         return Copy(event, keep)
 

@@ -6,21 +6,26 @@ verdicts or when memory is free: those are the ledger's, and come as news. It ha
 
 Packed: NEW -> WAITING -> READY -> DONE; no block is held while it waits, the load is part of the step that starts it.
 Direct: NEW -> WAITING -> ADMITTED -> HOLDING -> DONE; vLLM holds the blocks and waits for our report.
-Failed: -> FAILED -> DONE, computed here; or, when failing is the policy, FAILED -> FAILING -> DONE: vLLM can only be
-told of a failed load for a request that it believes to be loading, so one block is asked for and reported as failed.
+Failed before it has blocks: FAILED -> DONE, computed here; or, when failing is the policy, FAILED -> FAILING -> DONE:
+vLLM can only be told of a failed load for a request that it believes to be loading, so one block is asked for and
+reported as failed. Failed later, and computed here: in other blocks, when those that may still be written are kept from
+everybody by a reference of ours, or else when they are settled.
 
 vLLM asks thousands of times a second for each waiting request: an answer is a dictionary look-up.
 """
 
 from __future__ import annotations
 
-import enum
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from pushkv.model.protocol import events as ev
-from pushkv.reference.identity import Identity, IdentityError, RequestLike, address_of, identify
+from pushkv.reference.decode_leg import Books, Leg, State
+from pushkv.reference.handles import AMBIGUOUS
+from pushkv.reference.identity import IdentityError, RequestLike, address_of, identify
 from pushkv.reference.metric_names import label
-from pushkv.reference.ports import Address, BlockIds, Load, Office, StepOrders
+from pushkv.reference.ports import BlockIds, Load, Office, StepOrders
 from pushkv.reference.rules import Rules
 
 Answer = tuple[int | None, bool]
@@ -28,68 +33,21 @@ LATER: Answer = (None, False)
 NOTHING: Answer = (0, False)
 
 
-class State(enum.Enum):
-    NEW = "new"
-    WAITING = "waiting"
-    READY = "ready"
-    ADMITTED = "admitted"
-    HOLDING = "holding"
-    FAILED = "failed"
-    FAILING = "failing"
-    DONE = "done"
-
-
-class Books(enum.Enum):
-    """What the ledger has of a transfer, as far as its news tell."""
-
-    UNTOLD = "untold"
-    OPEN = "open"  # its verdict is still to come
-    READY = "ready"  # landed; waits for Loaded
-    FAILED = "failed"  # direct: the verdict is failed, the memory not settled
-    CLOSED = "closed"
-
-
-class _Leg:
-    __slots__ = (
-        "asked_from", "base", "blocks", "books", "direct", "identity", "length", "peer", "prompt", "reason",
-        "request_id", "starved", "state", "steps_back", "tokens", "unwanted",
-    )  # fmt: skip
-
-    def __init__(self, request_id: str, prompt: int, length: int, tokens: int) -> None:
-        self.request_id = request_id
-        self.prompt = prompt  # tokens of the prompt
-        self.length = length  # of which so many move
-        self.tokens = tokens  # the same, rounded up to what the layout can move
-        self.base = 0  # the first token that was asked for
-        self.asked_from = 0  # tokens that were computed here when vLLM was last answered
-        self.state = State.NEW
-        self.books = Books.UNTOLD
-        self.identity: Identity | None = None
-        self.peer: Address | None = None
-        self.direct = self.starved = self.steps_back = False
-        self.unwanted = False  # the books are to be closed whatever comes
-        self.blocks: BlockIds = ()
-        self.reason = ""
-
-    @property
-    def key(self) -> str:
-        assert self.identity is not None
-        return self.identity.key
-
-
 class DecodeLegs:
-    """All of one engine. Every call is O(1) in the prompt but for the digest and the block list of each request."""
+    """All of one engine. Every call is O(1) in the prompt. What the office is told of is a request id: its handle."""
 
     def __init__(self, office: Office, rules: Rules, counters: dict[str, float]) -> None:
         self._office = office
         self._rules = rules
         self._counters = counters
-        self._legs: dict[str, _Leg] = {}  # by request id, while vLLM has the request
-        self._keys: dict[str, _Leg] = {}  # by key, while the books have the transfer
-        self._unasked: dict[str, _Leg] = {}  # NEW: told at the end of the step, asked or not
-        self._hungry: dict[str, _Leg] = {}  # told of tokens to load in this pass, and no blocks since
+        self._legs: dict[str, Leg] = {}  # by request id, while vLLM has the request
+        self._booked: dict[str, Leg] = {}  # the same, while the books have the transfer
+        self._unasked: dict[str, Leg] = {}  # NEW: told at the end of the step, asked or not
+        self._hungry: dict[str, Leg] = {}  # told of tokens to load in this pass, and no blocks since
+        self._loading: list[Leg] = []  # what has landed and was given blocks in this pass
         self._orders = StepOrders()
-        self._held = 0  # direct: requests whose blocks vLLM keeps for us
+        self._held = 0  # direct: requests whose blocks vLLM keeps for us, or we from others
+        self.pool: Any = None  # vLLM's `BlockPool`, where there is one
         self._handlers = {
             ev.Admit: self._admit,
             ev.Ready: self._ready,
@@ -99,14 +57,23 @@ class DecodeLegs:
         }
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._booked)
 
     @property
     def waiting(self) -> bool:
         """Whether vLLM keeps blocks for us, or must be told something in its next step."""
         return bool(self._held or self._orders or self._unasked)
 
+    @property
+    def stirs(self) -> bool:
+        """Whether there is something to do at the end of this pass."""
+        return bool(self._unasked or self._hungry or self._loading or self._orders)
+
     # ------------------------------------------------------------ what vLLM tells and asks
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the request was added."""
+        return request_id in self._legs
 
     def add(self, request: RequestLike) -> None:
         """First sight of a request with `do_remote_prefill`. Later calls for it do nothing."""
@@ -116,7 +83,7 @@ class DecodeLegs:
         length = self._rules.moved(prompt)
         if not length:
             return
-        leg = self._legs[request.request_id] = _Leg(request.request_id, prompt, length, self._rules.rounded(length))
+        leg = self._legs[request.request_id] = Leg(request.request_id, prompt, length, self._rules.rounded(length))
         params = request.kv_transfer_params
         assert params is not None
         try:
@@ -124,14 +91,14 @@ class DecodeLegs:
                 raise IdentityError("kv_role of this engine is kv_producer")
             identity = identify(request, randomized=self._rules.randomized_ids)
             leg.peer = address_of(params)
-            if identity.key in self._keys:
-                raise IdentityError("another live request has the same transfer id")
+            if request.request_id in self._booked:  # an id that comes again
+                raise IdentityError(AMBIGUOUS)
         except IdentityError as error:
             self._count("requests_refused:identity")
             self._lost(leg, str(error))
             return
         leg.identity = identity
-        self._keys[identity.key] = self._unasked[request.request_id] = leg
+        self._booked[request.request_id] = self._unasked[request.request_id] = leg
 
     def matched(self, request: RequestLike, computed: int) -> Answer:
         """How many tokens can be loaded beyond the `computed` ones; None: ask again later."""
@@ -184,19 +151,17 @@ class DecodeLegs:
                 return
             self._drop(leg, "not needed")
             return
+        leg.blocks = blocks
         if state is State.READY:
-            ids = self._rules.select(blocks.get_block_ids())
-            self._orders.load.append(Load(leg.request_id, leg.key, ids, leg.asked_from, leg.tokens))
+            self._loading.append(leg)
             self._close(leg)  # the ranks say Loaded
             leg.state = State.DONE
         elif state is State.ADMITTED:
-            leg.blocks = self._rules.select(blocks.get_block_ids())
             leg.state = State.HOLDING
             self._held += 1
-            self._office.blocks(leg.key, leg.blocks)
-            self._office.tell(ev.Allocated(leg.key, leg.request_id))
+            self._office.blocks(leg.request_id, partial(self._ids, leg))
+            self._office.tell(ev.Allocated(leg.request_id, leg.request_id))
         elif state is State.FAILED:
-            leg.blocks = self._rules.select(blocks.get_block_ids())
             leg.state = State.FAILING
             self._report_failed(leg)
             self._orders.received.append(leg.request_id)
@@ -210,14 +175,14 @@ class DecodeLegs:
         if leg.state is State.HOLDING:
             if leg.books is Books.OPEN:
                 leg.unwanted = True
-                self._office.tell(ev.Aborted(leg.key))
+                self._office.tell(ev.Aborted(leg.request_id))
             return  # the report comes with the memory
         self._drop(leg, "aborted")
 
-    def step(self, computes: bool, out: StepOrders) -> None:
+    def step(self, computes: bool, output: Any, out: StepOrders) -> None:
         """The end of a scheduling pass: moves to `out` what the workers do and report in this step.
 
-        computes: whether anything was scheduled.
+        computes: whether anything was scheduled. output: vLLM's `SchedulerOutput`.
         """
         for leg in list(self._unasked.values()):  # vLLM had no slot to ask for it: P need not wait for that
             self._arrive(leg, 0)
@@ -225,11 +190,12 @@ class DecodeLegs:
             leg.steps_back = True
             if leg.state is State.ADMITTED and not computes and not leg.starved:
                 leg.starved = True
-                self._office.tell(ev.Starved(leg.key))
+                self._office.tell(ev.Starved(leg.request_id))
         self._hungry.clear()
+        if self._loading:
+            self._load(() if output is None else output.scheduled_new_reqs, out)
         orders = self._orders
         if orders:
-            out.load += orders.load
             out.received += orders.received
             out.failed += orders.failed
             out.invalid += orders.invalid
@@ -237,7 +203,7 @@ class DecodeLegs:
 
     def reset(self) -> None:
         """The weights have changed: what has landed or will land was computed with the old ones."""
-        for leg in list(self._keys.values()):
+        for leg in list(self._booked.values()):
             if leg.state in (State.NEW, State.WAITING, State.READY, State.ADMITTED):
                 self._drop(leg, "cache was reset")
 
@@ -248,46 +214,62 @@ class DecodeLegs:
         handler = self._handlers.get(type(news))
         if handler is None:
             return False
-        leg = self._keys.get(news.transfer_id)  # type: ignore[attr-defined]
+        leg = self._booked.get(news.transfer_id)  # type: ignore[attr-defined]
         if leg is not None:
             handler(leg, news)
         return True
 
-    def _admit(self, leg: _Leg, news: Any) -> None:
+    def _admit(self, leg: Leg, news: Any) -> None:
         if leg.state is State.WAITING:
             leg.state = State.ADMITTED
 
-    def _ready(self, leg: _Leg, news: Any) -> None:
+    def _ready(self, leg: Leg, news: Any) -> None:
         if leg.unwanted:  # told meanwhile that it is not wanted: the books are closed by that
             self._close(leg)
             if leg.state is State.HOLDING:
                 self._settle(leg)
         elif leg.state is State.HOLDING:
-            self._office.tell(ev.Loaded(leg.key))
+            self._office.tell(ev.Loaded(leg.request_id))
             self._close(leg)
             self._settle(leg)
         elif leg.state is State.WAITING:
             leg.books, leg.state = Books.READY, State.READY
         else:  # a dismissal has gone through
-            self._office.tell(ev.Loaded(leg.key))
+            self._office.tell(ev.Loaded(leg.request_id))
             self._close(leg)
 
-    def _fail(self, leg: _Leg, news: Any) -> None:
+    def _fail(self, leg: Leg, news: Any) -> None:
         if leg.state is State.HOLDING:
             leg.books = Books.FAILED  # Free follows, now or when it is settled
             if not leg.unwanted:
                 self._report_failed(leg)
+                if self._rules.recompute and not news.settled and self.pool is not None:
+                    self._keep(leg)
             return
         self._close(leg)
         if leg.state is not State.DONE and not leg.unwanted:
             self._lost(leg, news.reason)
 
-    def _free(self, leg: _Leg, news: Any) -> None:
+    def _keep(self, leg: Leg) -> None:
+        """The request goes on at once, in other blocks: those that may still be written are kept from everybody, by a
+        reference of ours, until it is settled.
+        """
+        leg.kept = [block for group in leg.blocks.blocks for block in group if not block.is_null]
+        self.pool.touch(leg.kept)
+        self._count("blocks_kept", len(leg.kept))
+        self._settle(leg)
+        self._held += 1  # the engine must hear when they are free
+
+    def _free(self, leg: Leg, news: Any) -> None:
         self._close(leg)
         if leg.state is State.HOLDING:
             self._settle(leg)
+        elif leg.kept:
+            self.pool.free_blocks(reversed(leg.kept))
+            leg.kept = []
+            self._held -= 1
 
-    def _take_back(self, leg: _Leg, news: Any) -> None:
+    def _take_back(self, leg: Leg, news: Any) -> None:
         """It gave way: vLLM must free the blocks and queue the request again. Where vLLM has no way for that, it is
         computed here or fails, by the policy.
         """
@@ -306,48 +288,52 @@ class DecodeLegs:
 
     # ------------------------------------------------------------ one leg
 
-    def _useful(self, leg: _Leg, computed: int) -> int:
+    def _useful(self, leg: Leg, computed: int) -> int:
         """Tokens that spare work: the last token of the prompt is computed here in any case."""
         return min(leg.length, leg.prompt - 1) - computed
 
-    def _arrive(self, leg: _Leg, computed: int) -> None:
+    def _arrive(self, leg: Leg, computed: int) -> None:
         self._unasked.pop(leg.request_id, None)
         assert leg.peer is not None
         leg.base = computed
         leg.state, leg.books = State.WAITING, Books.OPEN
-        packed = self._office.arrive(leg.key, leg.peer, leg.tokens - computed, leg.tokens, None)
+        assert leg.identity is not None
+        self._office.identify(leg.request_id, leg.identity, False)
+        packed = self._office.arrive(leg.request_id, leg.peer, leg.tokens - computed, leg.tokens, None)
         leg.direct = not packed
 
-    def _dismiss(self, leg: _Leg) -> None:
+    def _dismiss(self, leg: Leg) -> None:
         """Nothing is needed of a transfer that was never registered: P is told, so that it can let go."""
         self._unasked.pop(leg.request_id, None)
         assert leg.peer is not None
         leg.state, leg.books = State.DONE, Books.OPEN
-        self._office.arrive(leg.key, leg.peer, 0, leg.tokens, True)
+        assert leg.identity is not None
+        self._office.identify(leg.request_id, leg.identity, False)
+        self._office.arrive(leg.request_id, leg.peer, 0, leg.tokens, True)
 
-    def _drop(self, leg: _Leg, reason: str) -> None:
+    def _drop(self, leg: Leg, reason: str) -> None:
         """The transfer is not wanted any more; the request is computed here, or gone. Not for HOLDING."""
         self._hungry.pop(leg.request_id, None)
         if leg.books is Books.UNTOLD and leg.identity is not None:
             self._dismiss(leg)
         elif leg.books is Books.OPEN:
             leg.unwanted = True
-            self._office.tell(ev.Aborted(leg.key, reason))
+            self._office.tell(ev.Aborted(leg.request_id, reason))
         elif leg.books is Books.READY:
-            self._office.tell(ev.Loaded(leg.key))
+            self._office.tell(ev.Loaded(leg.request_id))
             self._close(leg)
         leg.state = State.DONE
 
-    def _lost(self, leg: _Leg, reason: str) -> None:
+    def _lost(self, leg: Leg, reason: str) -> None:
         leg.state, leg.reason = State.FAILED, reason
         self._count(f"loads_lost:{label(reason)}")
 
-    def _close(self, leg: _Leg) -> None:
+    def _close(self, leg: Leg) -> None:
         leg.books = Books.CLOSED
-        if self._keys.get(leg.key) is leg:
-            del self._keys[leg.key]
+        if self._booked.get(leg.request_id) is leg:
+            del self._booked[leg.request_id]
 
-    def _settle(self, leg: _Leg) -> None:
+    def _settle(self, leg: Leg) -> None:
         """Direct: nobody writes into its blocks any more: they are the request's, or vLLM's to free."""
         self._orders.received.append(leg.request_id)
         self._held -= 1
@@ -355,12 +341,28 @@ class DecodeLegs:
         for other in self._hungry.values():
             other.starved = False
 
-    def _report_failed(self, leg: _Leg) -> None:
+    def _report_failed(self, leg: Leg) -> None:
         self._count("loads_failed")
         self._orders.failed.append(leg.request_id)
-        if not self._rules.failed_requests and leg.blocks:
+        if not self._rules.failed_requests and leg.blocks is not None:
             first = leg.asked_from // self._rules.block_tokens
-            self._orders.invalid += leg.blocks[0][first:]
+            self._orders.invalid += self._ids(leg)[0][first:]
 
-    def _count(self, name: str) -> None:
-        self._counters[name] = self._counters.get(name, 0) + 1
+    def _ids(self, leg: Leg) -> BlockIds:
+        """Takes time that grows with the blocks: not for the engine's thread, but where nothing else helps. While a
+        request loads, vLLM does not touch its blocks.
+        """
+        return self._rules.select(leg.blocks.get_block_ids())
+
+    def _load(self, new: Iterable[Any], out: StepOrders) -> None:
+        """Orders the loads of this pass, with the block lists that vLLM has made for its workers."""
+        tables = {one.req_id: one.block_ids for one in new}
+        for leg in self._loading:
+            name, table = leg.request_id, tables.get(leg.request_id)
+            blocks = self._ids(leg) if table is None else self._rules.select(table)
+            out.load.append(Load(name, self._office.key(name), blocks, leg.asked_from, leg.tokens))
+            leg.blocks = None
+        self._loading.clear()
+
+    def _count(self, name: str, by: int = 1) -> None:
+        self._counters[name] = self._counters.get(name, 0) + by

@@ -1,9 +1,8 @@
 """Gather and scatter on a CUDA device: one kernel over all layers, on a stream of its own.
 
-Decides how a plan's spans become rows of equal length, given to the kernel as two lists of addresses. Does not decide
-what is copied, or when. The transfer thread makes the lists (all layers at once, no loop over layers or spans), the
-device does the rest: what the host spends does not grow with the bytes. Same interface and same bytes as
-``copies.Copier``, which serves hosts and devices without Triton.
+Decides how a plan's spans become rows of equal length. Does not decide what is copied, or when. The transfer thread
+makes lists of layers and of blocks, and the device multiplies them out: what the host spends grows with neither bytes
+nor spans. Same interface and same bytes as ``copies.Copier``, which serves hosts and devices without Triton.
 """
 
 from __future__ import annotations
@@ -15,27 +14,38 @@ import numpy as np
 import numpy.typing as npt
 
 from pushkv.model.layout import Plan
-from pushkv.reference.copies import Copier, Copy, CopyError, cut_at_segments, runs_of
+from pushkv.reference.copies import Copier, Copy, CopyError, runs_of
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceCopier", "copier", "rows_of"]
+__all__ = ["DeviceCopier", "Rows", "copier", "rows_of"]
 
 Longs = npt.NDArray[np.int64]
 
 _WORDS = (8, 4, 2, 1)
+_ROW_BYTES = 64 << 10
+"""Rows are this long at the most where their lengths have no good common divisor."""
+_FINE_BYTES = 4 << 10
+"""A common divisor below it is no good, unless it is the only length."""
 
 
 class Rows(NamedTuple):
-    """``row_bytes`` bytes from each address of ``source`` to the same of ``target``; addresses and sizes are multiples
-    of ``word_bytes``.
+    """Every origin x every run: ``row_bytes`` between a place in the cache and one in the packed bytes.
+
+    ``origins``, ``runs``: (cache address, packed offset) of each, to be added up; shape (n, 2). All are multiples of
+    ``word_bytes``.
     """
 
-    source: Longs
-    target: Longs
+    origins: Longs
+    runs: Longs
     row_bytes: int
     word_bytes: int
+
+    @property
+    def lists(self) -> tuple[Longs, ...]:
+        """As the kernel reads them."""
+        return self.origins[:, 0], self.origins[:, 1], self.runs[:, 0], self.runs[:, 1]
 
 
 def copier(regions: Sequence[torch.Tensor], pool: torch.Tensor, segment_bytes: int, stream: Any) -> Any:
@@ -65,6 +75,7 @@ class DeviceCopier:
         self._kernel = device_kernel
         self._keep = (*regions, pool)
         self._pool, self._segment_bytes, self._stream = pool, segment_bytes, stream
+        self._device = pool.device
         self._bases = np.asarray([int(tensor.data_ptr()) for tensor in regions], np.int64)
         self._sizes = np.asarray([tensor.numel() for tensor in regions], np.int64)
 
@@ -80,42 +91,51 @@ class DeviceCopier:
         return self._run(plan, segments, offset, after, gather=False)
 
     def _run(self, plan: Plan, segments: Sequence[int], offset: int, after: Any, gather: bool) -> Copy:
-        pool = (int(self._pool.data_ptr()), self._pool.numel(), self._segment_bytes)
-        batches = list(rows_of(plan, self._bases, self._sizes, pool, segments, offset, gather=gather))
-        return Copy(*self._kernel.run(batches, self._pool.device, self._stream, after))
+        size = self._segment_bytes
+        ids = np.asarray(segments, np.int64)
+        if len(ids) and (int(ids.min()) < 0 or (int(ids.max()) + 1) * size > self._pool.numel()):
+            raise CopyError(f"segments {int(ids.min())} to {int(ids.max())} of a pool of {self._pool.numel() // size}")
+        places = int(self._pool.data_ptr()) + ids * size
+        alike = int(np.bitwise_or.reduce(places)) | size if len(ids) else size
+        room = len(ids) * size
+        batches = list(rows_of(plan, self._bases, self._sizes, size, room, alike, offset, gather=gather))
+        return Copy(*self._kernel.run(batches, places, size, self._device, self._stream, after, gather=gather))
+
+    def warm(self, *, gather: bool) -> None:
+        """Compile what copies will most likely need."""
+        empty = np.zeros((0, 2), np.int64)
+        shapes = [Rows(empty, empty, row, 8) for row in (_ROW_BYTES, 64)]
+        self._kernel.warm(self._device, self._segment_bytes, self._stream, shapes, gather=gather)
 
 
 def rows_of(
     plan: Plan,
     bases: Longs,
     sizes: Longs,
-    pool: tuple[int, int, int],
-    segments: Sequence[int],
+    segment_bytes: int,
+    room: int,
+    alike: int,
     offset: int,
     *,
     gather: bool,
 ) -> Iterator[Rows]:
-    """The rows of ``plan``, a batch per row length. ``bases``, ``sizes``: address and bytes of each region; ``pool``:
-    (address, bytes, bytes of a segment). Raises ``CopyError`` for a plan that leaves the regions or the segments.
+    """The rows of ``plan``, a batch per row length, none longer than a segment. ``bases``, ``sizes``: address and bytes
+    of each region; ``room``: bytes of the segments; ``alike``: what all segments' addresses are multiples of, or more
+    bits. Raises ``CopyError`` for a plan that leaves the regions or the segments.
     """
-    base, total, segment_bytes = pool
-    ids = np.asarray(segments, np.int64)
-    if len(ids) and (int(ids.min()) < 0 or (int(ids.max()) + 1) * segment_bytes > total):
-        raise CopyError(f"segments {int(ids.min())} to {int(ids.max())} of a pool of {total // segment_bytes}")
     for template in plan.templates:
         region, origin, packed_origin, cache, packed, length = runs_of(template, gather=gather)
         if not len(cache) or not len(region):
             continue
         _check(region, origin, cache, length, sizes)
-        cache = ((bases[region] + origin)[:, None] + cache).ravel()
-        packed = (packed_origin[:, None] + packed).ravel() + offset
-        length = np.tile(length, len(region))
-        if int(packed.min()) < 0 or int((packed + length).max()) > len(ids) * segment_bytes:
-            raise CopyError(f"packed bytes outside {len(ids)} segments of {segment_bytes} bytes")
-        cache, packed, length = cut_at_segments(cache, packed, length, segment_bytes)
-        place = base + ids[packed // segment_bytes] * segment_bytes + packed % segment_bytes
-        source, target = (cache, place) if gather else (place, cache)
-        yield from _batches(source, target, length)
+        packed_origin = packed_origin + offset
+        if int(packed_origin.min() + packed.min()) < 0 or int(packed_origin.max() + (packed + length).max()) > room:
+            raise CopyError(f"packed bytes outside {room} bytes of segments")
+        origins = np.stack((bases[region] + origin, packed_origin), 1)
+        bits = int(np.bitwise_or.reduce(origins, axis=None)) | alike
+        for row, places in _cut(np.stack((cache, packed), 1), length, segment_bytes):
+            all_bits = bits | int(np.bitwise_or.reduce(places, axis=None)) | row
+            yield Rows(origins, places, row, next(word for word in _WORDS if not all_bits % word))
 
 
 def _check(region: Longs, origin: Longs, cache: Longs, length: Longs, sizes: Longs) -> None:
@@ -126,16 +146,28 @@ def _check(region: Longs, origin: Longs, cache: Longs, length: Longs, sizes: Lon
         raise CopyError("the plan leaves a region of the cache")
 
 
-def _batches(source: Longs, target: Longs, length: Longs) -> Iterator[Rows]:
-    """Rows of one length each."""
-    if int(length.min()) == int(length.max()):
-        yield _rows(source, target, int(length[0]))
+def _cut(runs: Longs, length: Longs, segment_bytes: int) -> Iterator[tuple[int, Longs]]:
+    """Runs cut into rows of one length each: (bytes of a row, where the rows begin)."""
+    common = int(np.gcd.reduce(length))
+    if common > segment_bytes:
+        common = int(np.gcd(common, segment_bytes))
+    if common >= _FINE_BYTES or (common <= segment_bytes and int(length.max()) == common):
+        yield common, _split(runs, length // common, common)
         return
-    for each in np.unique(length).tolist():
-        mine = length == each
-        yield _rows(source[mine], target[mine], int(each))
+    most = min(_ROW_BYTES, segment_bytes)
+    whole = length // most
+    if whole.any():
+        yield most, _split(runs, whole, most)
+    rest = length - whole * most
+    for each in np.unique(rest[rest > 0]).tolist():
+        mine = rest == each
+        yield int(each), runs[mine] + (whole[mine] * most)[:, None]
 
 
-def _rows(source: Longs, target: Longs, row: int) -> Rows:
-    bits = int(np.bitwise_or.reduce(source) | np.bitwise_or.reduce(target)) | row
-    return Rows(source, target, row, next(word for word in _WORDS if not bits % word))
+def _split(runs: Longs, pieces: Longs, row: int) -> Longs:
+    """The first ``pieces[i]`` rows of each run."""
+    if len(pieces) and int(pieces.min()) == int(pieces.max()) == 1:
+        return runs
+    of = np.repeat(np.arange(len(runs)), pieces)
+    within = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * row
+    return runs[of] + within[:, None]

@@ -11,11 +11,12 @@
   retry mixes up: it stays without a partner and fails as an orphan. Nothing has to be compared after the bytes have
   moved, and the protocol needs no further field.
 
-Does not decide what to do when two live requests of one engine have the same key; the legs refuse the second.
+Does not decide what to do when two live requests of one engine have the same key: `handles.py` refuses the second.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from array import array
 from collections.abc import Mapping
@@ -23,10 +24,15 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
 
+import msgspec
+
 from pushkv.reference.ports import Address
 
 MAX_ID = 200
 """Characters of a transfer id at the most: with prompt, sample and digest it stays within the protocol's 256."""
+
+_PIECE = 4096
+"""Tokens that are hashed in one go: between two pieces other threads may run."""
 
 _RANDOM = re.compile(r"-[0-9a-f]{8}$")  # InputProcessor.assign_request_id
 _SAMPLE = re.compile(r"^(\d{1,9})_")  # ParentRequest.get_child_info
@@ -60,47 +66,58 @@ def name_of(request_id: str, *, randomized: bool = True) -> RequestName:
     """Takes `request_id` apart. randomized: whether vLLM appends its random suffix (it does unless
     `VLLM_DISABLE_REQUEST_ID_RANDOMIZATION` is set).
     """
-    base = _RANDOM.sub("", request_id) if randomized else request_id
+    cut = len(request_id) - 9
+    base = request_id[:cut] if randomized and cut >= 0 and _RANDOM.match(request_id, cut) else request_id
     sample = prompt = 0
-    if found := _SAMPLE.match(base):
+    if base[:1].isdigit() and (found := _SAMPLE.match(base)):
         sample, base = int(found[1]), base[found.end() :]
-    if found := _PROMPT.match(base):
+    if base.startswith("cmpl-") and (found := _PROMPT.match(base)):
         base, prompt = found[1], int(found[2])
     return RequestName(base, prompt, sample)
 
 
-def digest_of(request: RequestLike) -> str:
-    """16 hexadecimal digits. Takes about 20 µs per 1,000 tokens, once per request."""
-    tokens = request.prompt_token_ids
-    if tokens is None:
-        raise IdentityError("prompt embeddings have no identity")
-    state = blake2b(digest_size=8)
-    lora = getattr(request, "lora_request", None)
-    parts = [str(getattr(lora, "lora_name", "") or ""), str(getattr(request, "cache_salt", None) or "")]
-    for feature in getattr(request, "mm_features", None) or ():
-        position = getattr(feature, "mm_position", None)
-        parts.append(f"{getattr(feature, 'identifier', '')}@{getattr(position, 'offset', '')}")
-    for part in parts:
-        raw = part.encode()
-        state.update(len(raw).to_bytes(8, "little") + raw)
-    state.update(len(parts).to_bytes(8, "little"))
-    try:
-        state.update(array("q", tokens).tobytes())
-    except (TypeError, OverflowError):
-        raise IdentityError("token ids that are not integers") from None
-    return state.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """transfer_id: without the child's numbers, as the other leg must be told. key: as the protocol knows it."""
+class Identity(msgspec.Struct, frozen=True):
+    """One end of a transfer. transfer_id: without the child's numbers, as the other leg must be told. name: the key but
+    for the digest. parts: what decides, beside the tokens, what is in the cache. tokens: vLLM's own list, of which the
+    first `count` and `tail` after them make the prompt.
+    """
 
     transfer_id: str
-    key: str
+    name: str
+    parts: tuple[str, ...]
+    tokens: list[int]
+    count: int
+    tail: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Identity({self.name!r}, {self.count + len(self.tail)} tokens)"
+
+    def key(self) -> str:
+        """As the protocol knows the transfer. Takes 20 to 60 µs per 1,000 tokens: not for the engine's thread. Raises
+        `IdentityError`.
+        """
+        return f"{self.name}:{self.digest()}"
+
+    def digest(self) -> str:
+        """16 hexadecimal digits."""
+        state = blake2b(digest_size=8)
+        for part in self.parts:
+            raw = part.encode()
+            state.update(len(raw).to_bytes(8, "little") + raw)
+        state.update(len(self.parts).to_bytes(8, "little"))
+        try:
+            for start in range(0, self.count, _PIECE):
+                state.update(array("q", self.tokens[start : min(start + _PIECE, self.count)]).tobytes())
+            state.update(array("q", self.tail).tobytes())
+        except (TypeError, OverflowError):
+            raise IdentityError("token ids that are not integers") from None
+        return state.hexdigest()
 
 
-def identify(request: RequestLike, *, randomized: bool = True) -> Identity:
-    """The transfer that `request` is one end of. Raises `IdentityError`."""
+def identify(request: RequestLike, *, randomized: bool = True, cut: int = 0) -> Identity:
+    """The transfer that `request` is one end of; in time that does not depend on the prompt. cut: last tokens that the
+    caller is about to take off `request`. Raises `IdentityError`.
+    """
     name = name_of(request.request_id, randomized=randomized)
     given = (request.kv_transfer_params or {}).get("transfer_id")
     if given is not None and (not isinstance(given, str) or not 0 < len(given) <= MAX_ID):
@@ -108,27 +125,46 @@ def identify(request: RequestLike, *, randomized: bool = True) -> Identity:
     transfer_id = name.base if given is None else given
     if len(transfer_id) > MAX_ID:
         raise IdentityError(f"request id of more than {MAX_ID} characters, no transfer_id")
-    return Identity(transfer_id, f"{transfer_id}/{name.prompt}.{name.sample}:{digest_of(request)}")
+    tokens = request.prompt_token_ids
+    if tokens is None:
+        raise IdentityError("prompt embeddings have no identity")
+    lora = getattr(request, "lora_request", None)
+    parts = [str(getattr(lora, "lora_name", "") or ""), str(getattr(request, "cache_salt", None) or "")]
+    for feature in getattr(request, "mm_features", None) or ():
+        position = getattr(feature, "mm_position", None)
+        parts.append(f"{getattr(feature, 'identifier', '')}@{getattr(position, 'offset', '')}")
+    count = max(0, len(tokens) - cut)
+    full = f"{transfer_id}/{name.prompt}.{name.sample}"
+    return Identity(transfer_id, full, tuple(parts), tokens, count, tuple(tokens[count:]))
 
 
 def address_of(params: Mapping[str, Any]) -> Address:
     """Where the prefill engine is, from what the router gave. It comes from the network: everything is checked.
     Raises `IdentityError`.
     """
-    engine_id, host = params.get("remote_engine_id"), params.get("remote_host")
-    for field, value in (("remote_engine_id", engine_id), ("remote_host", host)):
+    given = [params.get(name) for name in ("remote_engine_id", "remote_host", "remote_port", "tp_size")]
+    try:
+        return _known_address(*((type(value), value) for value in given))
+    except TypeError:  # not even hashable: certainly not what it should be
+        return _address(*given)
+
+
+@functools.lru_cache(256)
+def _known_address(*given: tuple[type, Any]) -> Address:
+    """By type, too: True is not 1."""
+    return _address(*(value for _, value in given))
+
+
+def _address(engine_id: Any, host: Any, port: Any, tp_size: Any) -> Address:
+    for name, value in (("remote_engine_id", engine_id), ("remote_host", host)):
         if not isinstance(value, str) or not 0 < len(value) <= 255 or any(c.isspace() for c in value):
-            raise IdentityError(f"{field} is missing or not a name")
-    port = _number(params, "remote_port", 65535)
-    tp_size = _number(params, "tp_size", 1024)
-    assert isinstance(engine_id, str) and isinstance(host, str)
-    return Address(engine_id, host, port, tp_size)
+            raise IdentityError(f"{name} is missing or not a name")
+    return Address(engine_id, host, _number("remote_port", port, 65535), _number("tp_size", tp_size, 1024))
 
 
-def _number(params: Mapping[str, Any], field: str, most: int) -> int:
-    value = params.get(field)
+def _number(name: str, value: Any, most: int) -> int:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 5:
         value = int(value)  # some routers keep ports as text
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise IdentityError(f"{field} is missing or not from 1 to {most}")
+        raise IdentityError(f"{name} is missing or not from 1 to {most}")
     return value

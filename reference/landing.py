@@ -35,6 +35,7 @@ class Loading:
 
     def __init__(self, transfer_id: str, blocks: BlockIds, first: int, after: Any = None) -> None:
         self.transfer_id, self.blocks, self.first, self.after = transfer_id, blocks, first, after
+        self.asked_s, self.launched_s = time.monotonic(), 0.0
         self.error = "the transfer thread does not answer"
         self._copies: list[Copy] = []
         self._begun = threading.Event()
@@ -42,6 +43,7 @@ class Loading:
     def begun(self, copies: list[Copy], error: str = "") -> None:
         """By the transfer thread: the copies are done (on a host) or enqueued (on a device); or why they are not."""
         self.error, self._copies = error, copies
+        self.launched_s = time.monotonic()
         self._begun.set()
 
     def wait(self, timeout_s: float = 60.0) -> bool:
@@ -62,6 +64,7 @@ class Inbound:
         "attempts",
         "early",
         "exposed_s",
+        "heard_s",
         "landed_s",
         "links",
         "memory",
@@ -80,7 +83,7 @@ class Inbound:
         self.attempts: dict[ev.Link, int] = {}
         self.parts: dict[ev.Link, dict[int, int]] = {}
         self.registered_s = now
-        self.exposed_s = self.landed_s = 0.0
+        self.exposed_s = self.heard_s = self.landed_s = 0.0
         self.noticed: set[tuple[ev.Link, int]] = set()
         self.early: dict[tuple[ev.Link, int], msg.Written] = {}
         self.pieces: list[tuple[Shard, Part, int]] = []
@@ -94,12 +97,12 @@ class Landing:
         self.inbound: dict[str, Inbound] = {}
         self.totals: dict[str, int] = {}
         self._of_attempt: dict[tuple[ev.Link, int], str] = {}
-        self._loads: list[tuple[Loading, list[Copy], float]] = []
+        self._loads: list[tuple[Loading, list[Copy]]] = []
 
     @property
     def active(self) -> bool:
-        """Whether a scatter is under way."""
-        return bool(self._loads)
+        """Whether a scatter is under way; for those on a device a bell rings."""
+        return bool(self._loads) and self.rank.bell is None
 
     # ------------------------------------------------------------ commands, words and reports
 
@@ -167,6 +170,7 @@ class Landing:
         if inbound is None:
             return True
         inbound.parts[link].setdefault(message.part, message.tokens)
+        inbound.heard_s = inbound.heard_s or time.monotonic()
         fellow = self.rank.fellows.get(link)
         silent = fellow is None or fellow.incoming is None or fellow.facts.arrival != "notification"
         if silent or not message.tokens:
@@ -210,6 +214,10 @@ class Landing:
                         "packed": inbound.packed,
                         "registered_to_granted_s": max(0.0, inbound.exposed_s - inbound.registered_s),
                         "granted_to_landed_s": now - inbound.exposed_s if inbound.exposed_s else 0.0,
+                        "registered_s": inbound.registered_s,
+                        "granted_s": inbound.exposed_s,
+                        "heard_s": inbound.heard_s,
+                        "landed_s": now,
                     }
                 )
         elif isinstance(report, ev.Broken):
@@ -243,7 +251,9 @@ class Landing:
             self.rank.tell_office(Loaded(loading.transfer_id), begun)
             return
         loading.begun(copies)
-        self._loads.append((loading, copies, begun))
+        self._loads.append((loading, copies))
+        if self.rank.bell is not None and copies:
+            self.rank.bell.watch(copies[-1])
         self.poll(begun)
 
     def _pieces(self, inbound: Inbound) -> list[tuple[Shard, Part, int]]:
@@ -279,10 +289,20 @@ class Landing:
     def poll(self, now: float) -> None:
         """Scatters that have ended."""
         for load in list(self._loads):
-            loading, copies, begun = load
+            loading, copies = load
             if all(copy.done() for copy in copies):
                 self._loads.remove(load)
-                self.rank.count_time("scatter_s", time.monotonic() - begun)
+                over = time.monotonic()
+                self.rank.record(
+                    {
+                        "side": "load",
+                        "transfer_id": loading.transfer_id,
+                        "scatter_s": over - loading.asked_s,
+                        "asked_s": loading.asked_s,
+                        "launched_s": loading.launched_s,
+                        "loaded_s": over,
+                    }
+                )
                 self.rank.tell_office(Loaded(loading.transfer_id), now)
 
     def total(self, word: Total) -> None:

@@ -17,7 +17,7 @@ COUNTERS: Mapping[str, str] = {
     "bytes_sent": "bytes written into other engines",
     "bytes_received": "bytes that landed",
     "descriptors": "contiguous pieces handed to the transport",
-    "path": "transfers by path and by the reason for it",
+    "path": "prompts waited for, by the path they were to take and why, counted on the decode engine",
     "writes_broken": "writes that ended with an error",
     "gave_way": "transfers that gave their memory to another one and came back",
     "messages_refused": "frames of the side channel that were malformed, unknown or not authentic",
@@ -25,6 +25,7 @@ COUNTERS: Mapping[str, str] = {
     "requests_refused": "requests whose transfer parameters could not be used, by reason",
     "loads_failed": "requests that vLLM was told have failed to load",
     "loads_lost": "requests whose prompt did not come, computed here or failed by the policy",
+    "blocks_kept": "KV blocks of failed loads that nobody could use until they were proven free",
     "records_dropped": "records of single transfers that nobody fetched in time",
 }
 GAUGES: Mapping[str, str] = {
@@ -52,6 +53,8 @@ REASONS = (
     "local prefix has changed", "cache was reset", "packed", "direct", "role", "identity", "ambiguous", "backoff",
 )  # fmt: skip
 OTHER = "other"
+EVERY_S = 0.5
+"""Between two tallies of one side."""
 
 
 def label(reason: str, known: Iterable[str] = REASONS) -> str:
@@ -85,10 +88,11 @@ class Tally:
         times = self.data["times"]
         for one in records:
             for name in TIMES:
-                if isinstance(one.get(name), (int, float)):
-                    times.setdefault(name, []).append(float(one[name]))
-            if one.get("path"):
-                self.count({f"path:{label(str(one['path']))}, {one.get('why', '')}": 1})
+                value = one.get(name)
+                if (
+                    isinstance(value, (int, float)) and value > 0
+                ):  # 0: it has not happened, as a gather on the direct path
+                    times.setdefault(name, []).append(float(value))
 
     def add(self, other: Mapping[str, Any]) -> None:
         self.count(other.get("counters", {}))
@@ -121,14 +125,29 @@ class Tally:
 
 
 class Meter:
-    """Turns running totals into tallies: each call gives what has happened since the last one."""
+    """Turns running totals into tallies: each call gives what has happened since the last one, at most every
+    `EVERY_S`, unless it is `urgent`.
+    """
 
-    __slots__ = ("_before", "_gauges", "_who")
+    __slots__ = ("_before", "_gauges", "_read_at", "_who", "urgent")
 
     def __init__(self, who: str) -> None:
         self._who = who
         self._before: dict[str, float] = {}
         self._gauges: dict[str, float] = {}
+        self._read_at = 0.0
+        self.urgent = False
+
+    def due(self, now: float) -> bool:
+        """Whether it is time for a tally; `now` in seconds of the monotonic clock. Yes is said once."""
+        if not self.urgent and now - self._read_at < EVERY_S:
+            return False
+        self.urgent, self._read_at = False, now
+        return True
+
+    def stale(self, counters: Mapping[str, float], gauges: Mapping[str, float]) -> bool:
+        """Whether something has happened since the last tally."""
+        return counters != self._before or gauges != self._gauges
 
     def read(
         self, counters: Mapping[str, float], gauges: Mapping[str, float], records: Iterable[Mapping[str, Any]] = ()

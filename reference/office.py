@@ -17,6 +17,8 @@ import msgspec
 
 from pushkv.model.protocol import Ledger, LocalProtocolError, Settings
 from pushkv.model.protocol import events as ev
+from pushkv.reference.handles import Handles
+from pushkv.reference.identity import Identity
 from pushkv.reference.ports import Address, BlockIds
 
 if TYPE_CHECKING:
@@ -34,10 +36,16 @@ class Open(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """To a rank: the blocks that hold the source of ``transfer_id``, from its first token on."""
+    """To a rank: the blocks that hold the source of ``transfer_id``, from its first token on.
+
+    ``step`` 0: all of it, and they are held. Else its first ``tokens`` tokens, once the engine's step ``step`` is done;
+    the list may grow.
+    """
 
     transfer_id: str
     blocks: BlockIds
+    tokens: int = 0
+    step: int = 0
 
 
 def feeders(rank: int, ranks: int, peer_tp: int, peer_pp: int = 1) -> tuple[int, ...]:
@@ -80,11 +88,26 @@ class _Arrival(msgspec.Struct, frozen=True):
     tokens: int
     total: int
     packed: bool
+    why: str = ""
+
+
+class _Named(msgspec.Struct, frozen=True):
+    handle: str
+    identity: Identity
+    sends: bool
+
+
+class _Blocks(msgspec.Struct, frozen=True):
+    transfer_id: str
+    blocks: BlockIds | Callable[[], BlockIds]
+    tokens: int
+    step: int
 
 
 class Office:
     """``deliver(rank, command)`` hands a command to one rank, on the thread that owns the office; ``wake`` has that
     thread look. ``landing_bytes(tokens, links)``: bytes of one rank's landing memory that a transfer needs.
+    ``packed_costs_less(tokens)``: what path ``auto`` goes by where both are possible.
     """
 
     def __init__(
@@ -93,6 +116,7 @@ class Office:
         ranks: int,
         *,
         path: str,
+        packed_costs_less: Callable[[int], bool] = lambda tokens: True,
         segment_bytes: int,
         token_bytes: int,
         landing_bytes: Callable[[int, int], int],
@@ -104,15 +128,25 @@ class Office:
         self.ranks = ranks
         self.trace: Trace | None = None
         self._path, self._segment_bytes, self._token_bytes = path, segment_bytes, token_bytes
+        self._packed_costs_less = packed_costs_less
         self._landing_bytes = landing_bytes
         self._deliver, self._wake, self._stop = deliver, wake, stop
         self._inbox: deque[object] = deque()
         self._news: deque[ev.Record] = deque()
+        self._handles = Handles()
         self._tables: dict[str, BlockIds] = {}
         self._loaded: dict[str, set[int]] = {}
         self._counters: dict[str, float] = {}
 
     # ------------------------------------------------------------ the engine thread
+
+    def identify(self, handle: str, identity: Identity, sends: bool) -> None:
+        """``handle`` is what the scheduler calls the transfer of ``identity``, in all words and news from now on."""
+        self._inbox.append(_Named(handle, identity, sends))
+
+    def key(self, handle: str) -> str:
+        """What the ranks call the transfer ``handle``, of which there was news."""
+        return self._handles.key(handle)
 
     def tell(self, event: ev.Record) -> None:
         """An event for the ledger."""
@@ -124,20 +158,34 @@ class Office:
         self._inbox.append(command)
         self._wake()
 
-    def blocks(self, transfer_id: str, block_ids: BlockIds) -> None:
-        """Hand over block lists that begin with the prompt's first token; before ``Computed(final)`` or
-        ``Allocated``.
+    def blocks(
+        self, transfer_id: str, block_ids: BlockIds | Callable[[], BlockIds], tokens: int = 0, step: int = 0
+    ) -> None:
+        """Hand over block lists that begin with the prompt's first token; before ``Computed`` or ``Allocated``. A
+        callable is called on the office's thread.
+
+        ``step`` given: the first ``tokens`` tokens of a prefill are in them when that step of the engine is done.
         """
-        self._inbox.append(Table(transfer_id, block_ids))
+        self._inbox.append(_Blocks(transfer_id, block_ids, tokens, step))
 
     def arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool | None) -> bool:
         """A request waits for the last ``tokens`` of the ``total`` tokens of ``transfer_id`` from ``peer``."""
+        why = "asked for"
         if packed is None:
-            links = max(1, peer.tp_size // self.ranks)
-            packed = self._path == "packed" or (self._path == "auto" and self.fits(tokens, links))
-        self._inbox.append(_Arrival(transfer_id, peer, tokens, total, packed))
+            packed, why = self._choose(tokens, max(1, peer.tp_size // self.ranks))
+        self._inbox.append(_Arrival(transfer_id, peer, tokens, total, packed, why))
         self._wake()
         return packed
+
+    def _choose(self, tokens: int, links: int) -> tuple[bool, str]:
+        """(packed, why): by the setting, then by memory, then by cost."""
+        if self._path != "auto":
+            return self._path == "packed", "by setting"
+        if not self.fits(tokens, links):
+            return False, "larger than the landing memory"
+        if not tokens or self._packed_costs_less(tokens):
+            return True, "costs less"
+        return False, "costs less"
 
     def news(self) -> Sequence[ev.Record]:
         """What the ledger has told since the last call, in order."""
@@ -185,11 +233,22 @@ class Office:
         """Take what the engine thread has said."""
         inbox = self._inbox
         while inbox:
-            word = inbox.popleft()
-            if isinstance(word, _Arrival):
+            said = inbox.popleft()
+            if isinstance(said, _Named):
+                if refusal := self._handles.add(said.handle, said.identity, said.sends):
+                    self._count(f"requests_refused:{refusal}")
+                continue
+            word = self._handles.inward(said)
+            if word is None:
+                self._refuse(said)
+            elif isinstance(word, _Arrival):
                 self._arrive(word, now)
-            elif isinstance(word, Table):
-                self._tables[word.transfer_id] = word.blocks
+            elif isinstance(word, _Blocks):
+                blocks = word.blocks() if callable(word.blocks) else word.blocks
+                if word.step:
+                    self._all(Table(word.transfer_id, blocks, word.tokens, word.step))
+                else:
+                    self._tables[word.transfer_id] = blocks
             elif type(word) in _COMMANDS:
                 if isinstance(word, ev.Computed) and word.final:
                     self._all(Table(word.transfer_id, self._tables.pop(word.transfer_id, ())))
@@ -197,6 +256,13 @@ class Office:
             else:
                 assert isinstance(word, ev.Record)
                 self._hosts(word, now)
+
+    def _refuse(self, word: object) -> None:
+        """The scheduler speaks of a request that has no key."""
+        if isinstance(word, _Arrival):
+            self._news.append(self._handles.refused_arrival(word.transfer_id))
+        else:
+            self._news.extend(self._handles.refusals(word))
 
     def _hosts(self, event: ev.Record, now: float) -> None:
         """An event of the scheduler for the ledger."""
@@ -225,6 +291,7 @@ class Office:
     def _over(self, transfer_id: str) -> None:
         """The ranks need not remember what the books have closed: one may have its bytes while another has failed."""
         if not self.ledger.expects(transfer_id):
+            self._handles.received(transfer_id)
             self._all(Forget(transfer_id))
 
     def _arrive(self, word: _Arrival, now: float) -> None:
@@ -239,8 +306,10 @@ class Office:
                     self._deliver(rank, Open((peer.engine_id, number), peer.host, peer.port + number))
         except ValueError as error:
             self._tell(ev.Fail(transfer_id, str(error), True), now)
+            self._over(transfer_id)
             return
-        self._count("path:packed" if packed else "path:direct")
+        if tokens:
+            self._count(f"path:{'packed' if packed else 'direct'}, {word.why}")
         fanout = max(1, self.ranks // peer.tp_size)
         segments = self._segments(tokens, len(rows[0])) if packed else 0
         self._step(ev.Arrived(transfer_id, peer.engine_id, tuple(rows), tokens, packed, segments, fanout), now)
@@ -270,9 +339,9 @@ class Office:
                 self._tell(action, now)
 
     def _tell(self, action: ev.Record, now: float) -> None:
-        self._news.append(action)
         if self.trace is not None:
             self.trace.verdict(now, action)
+        self._news.append(self._handles.outward(action))
 
     def _all(self, command: object) -> None:
         for rank in range(self.ranks):

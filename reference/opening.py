@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from pushkv.model.layout import Layout, LayoutError, Part, block_table, pair, plan_gather
+from pushkv.model.layout import Layout, LayoutError, Part, count_spans, pair
 from pushkv.model.protocol import Settings
 from pushkv.reference import evidence, grants, mailbox
-from pushkv.reference.device_copies import copier
+from pushkv.reference.device_copies import DeviceCopier, copier
 from pushkv.reference.facts import Arrival, Facts, Landing, Region
 from pushkv.reference.office import Office
 from pushkv.reference.pools import SegmentPool
 from pushkv.reference.ports import EngineSetup, RankCard
 from pushkv.reference.rank import Rank
 from pushkv.reference.side_channel import SideChannel
-from pushkv.reference.trace import Trace
+from pushkv.reference.trace import RecordLog, Trace
 from pushkv.reference.transport import Transport, agent_name
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ def open_rank(setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[A
     protocol = settings.protocol
     segment = settings.segment_bytes
     device = regions[0].device
+    sys.setswitchinterval(min(sys.getswitchinterval(), settings.switch_s))
     staging = SegmentPool(_segments(settings.staging_bytes, segment, setup.send), segment, device)
     landing = SegmentPool(_segments(settings.landing_bytes, segment, setup.receive), segment, device)
     incarnation = secrets.randbits(62) | 1
@@ -64,24 +66,29 @@ def open_rank(setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[A
         vllm=setup.vllm_version,
         process=evidence.here(setup.host, setup.port + rank),
     )
+    own = "" if setup.tp_size == 1 else f".{rank}"
     trace = None
     if settings.trace:
-        path = settings.trace if setup.tp_size == 1 else f"{settings.trace}.{rank}"
-        trace = Trace(path, protocol, setup.tp_size, {rank: incarnation}, setup.engine_id)
+        trace = Trace(settings.trace + own, protocol, setup.tp_size, {rank: incarnation}, setup.engine_id)
     door = mailbox.Door() if setup.tp_size > 1 else None
     gathers = copier(regions, staging.tensor, segment, _stream(device))
-    if device.type == "cuda":
-        _warm(gathers, layout, segment, segment * staging.count)
+    scatters = copier(regions, landing.tensor, segment, _stream(device))
+    if isinstance(gathers, DeviceCopier) and isinstance(
+        scatters, DeviceCopier
+    ):  # compiled before the first prompt comes
+        gathers.warm(gather=True)
+        scatters.warm(gather=False)
     made = Rank(
         facts,
         protocol,
         channel=channel,
         transport=transport,
         staging=(staging, gathers),
-        landing=copier(regions, landing.tensor, segment, _stream(device)),
+        landing=scatters,
         evidence=evidence.Evidence(),
         trace=trace,
         door=door,
+        log=RecordLog(settings.records + own) if settings.records else None,
         incarnation=incarnation,
     )
     made.card = RankCard(
@@ -90,6 +97,8 @@ def open_rank(setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[A
         staging_bytes=staging.count * segment,
         bytes_per_token=grants.token_bytes(layout),
         bytes_per_request=grants.request_bytes(layout),
+        pieces_per_block=_pieces(layout, setup.block_tokens),
+        device=device.type,
         door=door.address if door is not None else "",
     )
     if door is not None:
@@ -106,16 +115,12 @@ def _stream(device: Any) -> Any:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def _warm(gathers: Any, layout: Layout, segment_bytes: int, room_bytes: int) -> None:
-    """Gather one block, so that the kernel is compiled before the first prompt comes."""
-    shard = pair([layout], [layout])[0]
+def _pieces(layout: Layout, tokens: int) -> int:
+    """Of one block, when it is sent as it lies to a cache of the same layout."""
     try:
-        tables = [block_table([1] if group.null_block == 0 else [0]) for group in layout.groups]
-        part = Part.whole(0, min(group.block_tokens for group in layout.groups))
-        if shard.part_bytes(part) <= room_bytes:
-            gathers.gather(plan_gather(shard, tables, part), range(room_bytes // segment_bytes)).wait()
-    except LayoutError as error:
-        log.info("the copy kernel is compiled later: %s", error)
+        return count_spans(pair([layout], [layout])[0], Part.whole(0, tokens))
+    except LayoutError:
+        return len(layout.regions)
 
 
 def _segments(size: int | None, segment: int, used: bool) -> int:
@@ -132,11 +137,17 @@ def open_office(setup: EngineSetup, cards: Sequence[RankCard], local: Rank | Non
     def needed(tokens: int, links: int) -> int:
         return tokens * card.bytes_per_token + card.bytes_per_request + grants.ALIGN * links
 
+    def costs_less(tokens: int) -> bool:
+        blocks = -(-tokens // setup.block_tokens)
+        costs = settings.path_costs(card.device, needed(tokens, 1), blocks * card.pieces_per_block)
+        return costs.packed
+
     def make(deliver: Any, wake: Any, stop: Any) -> Office:
         return Office(
             protocol,
             len(cards),
             path=settings.path,
+            packed_costs_less=costs_less,
             segment_bytes=settings.segment_bytes,
             token_bytes=card.bytes_per_token,
             landing_bytes=needed,

@@ -6,18 +6,22 @@ nothing of vLLM; `office.py` and `rank.py` fulfil them; tests put a pair of engi
 Who calls what, and from where: everything of an `Office` but `stop` is called on vLLM's engine thread, takes O(1) and
 never blocks; everything of a `Rank` is called on the worker's thread. Each has a transfer thread of its own beside it.
 
-A transfer id here is the *key* that `identity.py` makes (the router's transfer id, the child, a digest of the prompt).
+A transfer id is, for an `Office`, vLLM's request id (`handles.py`), and for a `Rank` the *key* that `identity.py` makes
+(the router's transfer id, the child, a digest of the prompt).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pushkv.model.layout import Layout
 from pushkv.model.protocol import events as ev
 from pushkv.reference.settings import ConnectorSettings
+
+if TYPE_CHECKING:
+    from pushkv.reference.identity import Identity
 
 BlockIds = tuple[list[int], ...]
 """vLLM's block lists, one per cache group. Handed on by reference: whoever keeps one must not change it."""
@@ -36,7 +40,8 @@ class Address:
 @dataclass(frozen=True, slots=True)
 class RankCard:
     """What the scheduler's process must know of one rank before it can open the office. vLLM carries it there
-    (`get_handshake_metadata`), so it must pickle.
+    (`get_handshake_metadata`), so it must pickle. pieces_per_block: contiguous pieces of one block, over all layers.
+    device: where the cache lies, "cuda" or "cpu".
 
     landing_bytes, staging_bytes: what the rank could set aside. bytes_per_token: of this rank, over all layers of the
     full-attention groups. door: how the office reaches the rank when they do not share a process ("" when they do).
@@ -47,6 +52,8 @@ class RankCard:
     staging_bytes: int
     bytes_per_token: int
     bytes_per_request: int = 0
+    pieces_per_block: int = 1
+    device: str = "cpu"
     door: str = ""
 
 
@@ -70,7 +77,8 @@ class StepOrders:
 
     sent, received: requests whose blocks vLLM may free or use. failed: requests whose load failed; they are in
     `received` too, in the same step or later. invalid: blocks of `failed`, for versions that know only those.
-    preempted: transfers of prefills that have lost their blocks, which this step may overwrite.
+    preempted: transfers of prefills that have lost their blocks, which this step may overwrite. step: number of this
+    step. chunks: it computes what is sent chunk by chunk, so that the ranks must hear when it is enqueued.
     """
 
     load: list[Load] = field(default_factory=list)
@@ -79,9 +87,15 @@ class StepOrders:
     failed: list[str] = field(default_factory=list)
     invalid: list[int] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    step: int = 0
+    chunks: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.load or self.sent or self.received or self.failed)
+        return bool(self.load or self.sent or self.received or self.failed or self.invalid or self.preempted)
+
+
+IDLE = StepOrders()
+"""Nothing to do: one for all steps. Nobody may add to it."""
 
 
 class Office(Protocol):
@@ -95,6 +109,19 @@ class Office(Protocol):
     @property
     def gauges(self) -> Mapping[str, float]:
         """What is so now; names in `metrics.py`."""
+        ...
+
+    def identify(self, handle: str, identity: Identity, sends: bool) -> None:
+        """Comes before the first word about `handle`, a request id: it stands for the transfer of `identity` in all
+        words and news, until the books have closed the transfer. sends: on the sending side.
+
+        If another live handle has the same key, this one is refused: a receiving one's verdict is `Fail`, a sending
+        one is told `Finished` and `Release` when its prompt has ended.
+        """
+        ...
+
+    def key(self, handle: str) -> str:
+        """What the ranks call the transfer of `handle`, once there was news of it."""
         ...
 
     def tell(self, event: ev.Record) -> None:
@@ -113,8 +140,15 @@ class Office(Protocol):
         """
         ...
 
-    def blocks(self, transfer_id: str, block_ids: BlockIds) -> None:
-        """The blocks of a transfer that is about to be `Computed(final)` (source) or `Allocated` (destination)."""
+    def blocks(
+        self, transfer_id: str, block_ids: BlockIds | Callable[[], BlockIds], tokens: int = 0, step: int = 0
+    ) -> None:
+        """The blocks of a transfer that is about to be `Computed(final)` (source) or `Allocated` (destination); with
+        `step`, those that hold its first `tokens` tokens when this step of the engine is done, before `Computed`.
+
+        Such lists may grow later; what is in them stays. A callable is called on another thread: making the lists takes
+        time that grows with them.
+        """
         ...
 
     def arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool | None) -> bool:
@@ -181,8 +215,14 @@ class Rank(Protocol):
         """
         ...
 
-    def fence(self, transfer_ids: Sequence[str]) -> None:
-        """Returns when nothing reads the blocks of these preempted prefills any more (a gather under way)."""
+    def enqueued(self, step: int) -> None:
+        """The forward pass of `step` is enqueued on the calling thread's stream (on a host: done)."""
+        ...
+
+    def fence(self, transfer_ids: Sequence[str], step: int) -> None:
+        """Returns when what is enqueued from now on comes after all reading of the blocks that these preempted prefills
+        had before `step`.
+        """
         ...
 
     def stop(self, drain_s: float) -> None: ...

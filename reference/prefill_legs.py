@@ -4,6 +4,10 @@ Decides when the protocol is told that a prompt is held, has begun, is complete 
 keeps the blocks of a finished request. Does not decide whether, when or how the bytes leave; it has no clock.
 
     QUEUED -> RUNNING -> SENDING -> OVER        RUNNING -> QUEUED: preempted        QUEUED, RUNNING -> OVER: aborted
+
+Chunk by chunk, a prompt is told of as its steps are scheduled, the last one too: by the time vLLM knows that the
+request is finished, its blocks may not be needed any more. One that is aborted with chunks under way is held (SENDING)
+until nothing reads its blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any
 from pushkv.model.protocol import events as ev
 from pushkv.reference.identity import Identity, IdentityError, RequestLike, identify
 from pushkv.reference.ports import BlockIds, Office, StepOrders
+from pushkv.reference.progress import Progress
 from pushkv.reference.rules import Rules
 
 
@@ -26,7 +31,7 @@ class State(enum.Enum):
 
 
 class _Leg:
-    __slots__ = ("identity", "length", "released", "request_id", "state", "tokens", "verdict")
+    __slots__ = ("blocks", "identity", "length", "released", "request_id", "state", "tokens", "told", "verdict")
 
     def __init__(self, request_id: str, identity: Identity, length: int, tokens: int) -> None:
         self.request_id = request_id
@@ -34,32 +39,40 @@ class _Leg:
         self.length = length  # tokens that must be computed
         self.tokens = tokens  # the same, rounded up to what the layout can move
         self.state = State.QUEUED
+        self.blocks: tuple[list[int], ...] = ()  # of the chunks so far
+        self.told = 0  # tokens of the prompt that the protocol was told of, in whichever of its lives
         self.released = self.verdict = False
 
 
 class PrefillLegs:
-    """All of one engine. Every call is O(1) in the prompt but for the digest of `add`."""
+    """All of one engine. Every call is O(1) in the prompt. What the office is told of is a request id: its handle."""
 
     def __init__(self, office: Office, rules: Rules, counters: dict[str, float]) -> None:
         self._office = office
         self._rules = rules
         self._counters = counters
         self._legs: dict[str, _Leg] = {}  # by request id, while vLLM has the request
-        self._keys: dict[str, _Leg] = {}  # by key, while the books have the transfer
+        self._booked: dict[str, _Leg] = {}  # the same, while the books have the transfer
         self._plain: set[str] = set()  # requests that vLLM has and that are no legs
         self._queued: dict[str, _Leg] = {}
+        self.running: dict[str, _Leg] = {}  # whose chunks leave as they are computed
         self._sending = 0
         self._gave_way = False
         self._sent: list[str] = []
         self._lost_blocks: list[str] = []
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._booked)
 
     @property
     def waiting(self) -> bool:
         """Whether vLLM keeps blocks for us, or must be told that it need not any more."""
         return bool(self._sending or self._sent)
+
+    @property
+    def stirs(self) -> bool:
+        """Whether there is something to report in this step."""
+        return bool(self._sent or self._lost_blocks)
 
     def add(self, request: RequestLike) -> None:
         """First sight of a request with `do_remote_decode`. Later calls for it do nothing."""
@@ -71,20 +84,21 @@ class PrefillLegs:
             return self._refuse("role")
         if length < 1:
             return
+        backoff, name = self._rules.backoff, request.request_id
         try:
-            identity = identify(request, randomized=self._rules.randomized_ids)
+            identity = identify(request, randomized=self._rules.randomized_ids, cut=backoff)
         except IdentityError:
             return self._refuse("identity")
-        if identity.key in self._keys:
+        if name in self._booked:  # an id that comes again: the books have not closed the transfer of the first
             return self._refuse("ambiguous")
-        if self._rules.backoff and not _truncate(request, self._rules.backoff):
-            self._office.command(ev.Abort(identity.key, "this vLLM cannot stop a prompt early"))
-            return self._refuse("backoff")
         tokens = self._rules.rounded(length)
-        leg = _Leg(request.request_id, identity, length, tokens)
-        self._plain.discard(request.request_id)
-        self._legs[request.request_id] = self._keys[identity.key] = self._queued[request.request_id] = leg
-        self._office.tell(ev.Hold(identity.key, tokens))
+        self._office.identify(name, identity, True)
+        self._office.tell(ev.Hold(name, tokens, chunked=self._rules.chunked))
+        if backoff and not _truncate(request, backoff):
+            self._office.command(ev.Abort(name, "this vLLM cannot stop a prompt early"))
+            return self._refuse("backoff")
+        self._plain.discard(name)
+        self._legs[name] = self._booked[name] = self._queued[name] = _Leg(name, identity, length, tokens)
 
     def _refuse(self, why: str) -> None:
         """It is served as a plain request; the decode leg finds no partner and gets its verdict by its own bounds."""
@@ -97,16 +111,41 @@ class PrefillLegs:
             leg = self._legs.get(request_id)
             if leg is not None and leg.state is State.RUNNING:
                 leg.state = State.QUEUED
+                leg.blocks = ()
                 self._queued[request_id] = leg
-                self._lost_blocks.append(leg.identity.key)
-                self._office.command(ev.Preempted(leg.identity.key))
+                self.running.pop(request_id, None)
+                self._lost_blocks.append(request_id)
+                self._office.command(ev.Preempted(request_id))
         if self._queued:
             few: Iterable[str] = self._queued if len(self._queued) < len(tokens) else tokens
             for request_id in [name for name in few if name in tokens and name in self._queued]:
                 leg = self._queued.pop(request_id)
                 leg.state = State.RUNNING
-                self._office.command(ev.Computed(leg.identity.key, 0, False))
+                if self._rules.chunked and not leg.released:
+                    self.running[request_id] = leg
+                self._office.command(ev.Computed(request_id, 0, False))
         self._give_way(bool(tokens))
+
+    def computes(self, steps: Iterable[Progress], step: int) -> bool:
+        """What the prefills of `running` compute in step `step` leaves behind it. Whether anything does."""
+        found = False
+        for request_id, done, blocks, fresh in steps:
+            leg = self.running[request_id]
+            added = self._rules.select(blocks) if blocks else ()
+            if fresh or not leg.blocks:
+                leg.blocks = tuple(list(ids) for ids in added)
+            else:
+                for known, more in zip(leg.blocks, added, strict=False):
+                    known += more
+            tokens = self._rules.leaves(min(done, leg.length), leg.tokens)
+            if tokens:
+                leg.told = max(leg.told, tokens)
+                self._office.blocks(request_id, leg.blocks, tokens, step)
+                self._office.command(ev.Computed(request_id, tokens, False))
+                found = True
+            if done >= leg.length:
+                del self.running[request_id]
+        return found
 
     def _give_way(self, computes: bool) -> None:
         """Rule 8, this side: nothing runs, something would, and finished prompts hold the blocks. Said once until
@@ -127,11 +166,18 @@ class PrefillLegs:
         if leg is None:
             return False, None
         self._queued.pop(request.request_id, None)
+        self.running.pop(request.request_id, None)
         whole = complete and request.num_computed_tokens >= leg.length and any(blocks)
         if not whole:
             leg.state = State.OVER
             reason = "prefill ended without its whole cache" if complete else "prefill aborted"
-            self._office.command(ev.Abort(leg.identity.key, reason))
+            self._office.command(ev.Abort(leg.request_id, reason))
+            if leg.told and not leg.released:
+                if any(blocks):  # a gather may be reading them
+                    leg.state = State.SENDING
+                    self._sending += 1
+                    return True, None
+                self._lost_blocks.append(leg.request_id)  # preempted since the last step
             return False, None
         params = self._rules.params(request.request_id, leg.identity.transfer_id, leg.length)
         if leg.released:  # the decode engine has given it up meanwhile
@@ -139,28 +185,29 @@ class PrefillLegs:
             return False, params
         leg.state = State.SENDING
         self._sending += 1
-        self._office.blocks(leg.identity.key, blocks)
-        self._office.command(ev.Computed(leg.identity.key, leg.tokens, True))
+        self._office.blocks(leg.request_id, blocks)
+        self._office.command(ev.Computed(leg.request_id, leg.tokens, True))
         return True, params
 
     def hear(self, news: ev.Record) -> bool:
         """News of the office; false when it is not about the sending side."""
         if not isinstance(news, (ev.Release, ev.Finished)):
             return False
-        leg = self._keys.get(news.transfer_id)
+        leg = self._booked.get(news.transfer_id)
         if leg is None:
             return True
         if isinstance(news, ev.Finished):
             leg.verdict = True
         else:
             leg.released = True
+            self.running.pop(leg.request_id, None)
             self._gave_way = False
             if leg.state is State.SENDING:
                 leg.state = State.OVER
                 self._sending -= 1
                 self._sent.append(leg.request_id)
         if leg.verdict and leg.released:
-            del self._keys[news.transfer_id]
+            del self._booked[news.transfer_id]
         return True
 
     def orders(self, out: StepOrders) -> None:
@@ -168,13 +215,14 @@ class PrefillLegs:
         if self._sent:
             out.sent, self._sent = self._sent, []
         if self._lost_blocks:
-            out.preempted, self._lost_blocks = self._lost_blocks, []
+            out.preempted = [self._office.key(name) for name in self._lost_blocks]
+            self._lost_blocks = []
 
     def reset(self) -> None:
         """The weights have changed: what was computed before is not sent."""
-        for leg in self._keys.values():
-            if leg.state is State.SENDING:
-                self._office.command(ev.Abort(leg.identity.key, "cache was reset"))
+        for leg in self._booked.values():
+            if leg.state is State.SENDING or leg.told:
+                self._office.command(ev.Abort(leg.request_id, "cache was reset"))
 
 
 def _truncate(request: Any, backoff: int) -> bool:

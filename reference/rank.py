@@ -31,10 +31,12 @@ from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.model.protocol.states import Linking
 from pushkv.reference import facts as facts_
+from pushkv.reference.bell import Bell
 from pushkv.reference.fellow import Fellow
 from pushkv.reference.landing import Landing, Loading
 from pushkv.reference.office import Forget, Office, Open, Table, Total
 from pushkv.reference.ports import BlockIds, RankCard
+from pushkv.reference.prompts import Enqueued, Fence
 from pushkv.reference.sending import Sending
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from pushkv.reference.mailbox import Door
     from pushkv.reference.pools import SegmentPool
     from pushkv.reference.side_channel import SideChannel
-    from pushkv.reference.trace import Trace
+    from pushkv.reference.trace import RecordLog, Trace
     from pushkv.reference.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ IDLE_S = 1.0
 """Longest sleep when nothing is open: words and commands wake the thread."""
 OPEN_MS = 1
 """Between two looks at the transport while a peer may write here or connects: some fabrics need the target's help."""
+HELPED_MS = 4
+"""The same where writes into a device's memory need no help of the target."""
 ACTIVE_S = 50e-6
 SLOWEST_S = 1e-3
 """Between two looks while writes or copies of our own are under way: first, and when nothing has moved for long."""
@@ -85,6 +89,7 @@ class Rank:
         evidence: Evidence | None = None,
         trace: Trace | None = None,
         door: Door | None = None,
+        log: RecordLog | None = None,
         incarnation: int = 0,
     ) -> None:
         self.facts, self.settings = facts, settings
@@ -95,11 +100,14 @@ class Rank:
         self.bases = np.asarray([region.address for region in facts.regions], np.int64)
         self.device = facts.regions[0].device if facts.regions else 0
         self._on_device = staging[0].tensor.is_cuda
-        self.evidence, self.trace, self.door = evidence, trace, door
+        self._open_ms = HELPED_MS if self._on_device and transport.arrival == "completion" else OPEN_MS
+        self.evidence, self.trace, self.door, self.log = evidence, trace, door, log
         self.endpoint = Endpoint(self.incarnation, settings, facts_.encode(facts))
+        self.bell = Bell(self._ring) if self._on_device else None
+        self._rung = False
         self.fellows: dict[ev.Link, Fellow] = {}
         self.counters: dict[str, int] = {}
-        self.times: dict[str, float] = {}
+        self._longest_s = 0.0
         self.office: Office | None = None
         self.sending = Sending(self, *staging)
         self.landing = Landing(self, landing)
@@ -165,10 +173,19 @@ class Rank:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def fence(self, transfer_ids: Sequence[str]) -> None:
-        """Return when nothing reads the blocks of these preempted prompts. Whole prompts are gathered when they are
-        finished, and what is finished is held and not preempted: there is nothing to wait for.
+    def enqueued(self, step: int) -> None:
+        """The engine's step ``step`` is enqueued on the calling thread's stream (on a host: done)."""
+        self.receive(Enqueued(step, self._mark()))
+
+    def fence(self, transfer_ids: Sequence[str], step: int) -> None:
+        """Return when what the caller enqueues from now on comes after all gathers out of the blocks that these
+        preempted prompts had before ``step``. Finished prompts are held: only chunks can be under way.
         """
+        fence = Fence(transfer_ids, step)
+        self.receive(fence)
+        while not fence.wait(1.0):
+            if not self.alive:
+                return  # nothing gathers any more
 
     def drain_records(self) -> Sequence[Mapping[str, Any]]:
         """Records of the transfers that ended since the last call."""
@@ -191,8 +208,14 @@ class Rank:
     def wake(self) -> None:
         """Have the thread look."""
         if self._asleep:
+            self._asleep = False  # once is enough
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_write(self._wake_fd, 1)
+
+    def _ring(self) -> None:
+        """A copy is done."""
+        self._rung = True
+        self.wake()
 
     @property
     def alive(self) -> bool:
@@ -205,7 +228,9 @@ class Rank:
         try:
             while not self._stopping.is_set():
                 try:
+                    begun = time.monotonic()
                     self.turn()
+                    self._longest_s = max(self._longest_s, time.monotonic() - begun)
                     self._sleep()
                 except Exception:  # one bad turn must not end the transfers of all others
                     log.exception("a turn of the transfer thread of rank %d", self.number)
@@ -216,7 +241,7 @@ class Rank:
 
     def _close(self) -> None:
         """The side channel goes last: once nobody listens there, peers may take this process for gone."""
-        for part in (self.evidence, self.trace, self.door, self.transport, self.channel):
+        for part in (self.bell, self.evidence, self.trace, self.log, self.door, self.transport, self.channel):
             try:
                 if part is not None:
                     part.close()
@@ -230,6 +255,7 @@ class Rank:
         if self.office is not None:
             self.office.turn(now)
         self._read(now)
+        self._rung = False
         self.sending.poll(now)
         self.landing.poll(now)
         self._evidence(now)
@@ -277,6 +303,10 @@ class Rank:
                 self._met(command)
             elif isinstance(command, Loading):
                 self.landing.load(command)
+            elif isinstance(command, Enqueued):
+                self.sending.enqueued(command)
+            elif isinstance(command, Fence):
+                self.sending.fence(command)
             else:
                 assert isinstance(command, ev.Record)
                 if isinstance(command, ev.Unfit):
@@ -285,6 +315,8 @@ class Rank:
                     self.landing.commanded(command, now)
                 elif isinstance(command, ev.Begin):
                     self.sending.begin(command, now)
+                elif isinstance(command, (ev.Preempted, ev.Abort)):
+                    self.sending.commanded(command)
                 self.pending.append(command)
 
     def step(self, now: float) -> None:
@@ -347,12 +379,12 @@ class Rank:
             return
         connecting = any(p.state in (Linking.CONNECTING, Linking.GREETING) for p in peers.values())
         if self._open or connecting:
-            timeout_ms = OPEN_MS
+            timeout_ms = OPEN_MS if connecting else self._open_ms
         else:
             timeout_ms = math.ceil(1000 * max(0.0, min(IDLE_S, self.endpoint.wake_at - time.monotonic())))
         self._asleep = True
         try:
-            if not (self._inbox or (self.office is not None and self.office.waiting)):
+            if not (self._inbox or self._rung or (self.office is not None and self.office.waiting)):
                 self.channel.poller.poll(timeout_ms)
         finally:
             self._asleep = False
@@ -434,14 +466,14 @@ class Rank:
         """Count ``name``."""
         self.counters[name] = self.counters.get(name, 0) + by
 
-    def count_time(self, name: str, seconds: float) -> None:
-        """Add to ``name`` (s)."""
-        self.times[name] = self.times.get(name, 0.0) + seconds
-
     def record(self, record: dict[str, Any]) -> None:
-        """Keep the record of one hand-over, for the metrics and the trace."""
+        """Keep the record of one hand-over, for the metrics, the trace and the file of records. ``longest_turn_s``: of
+        this thread, since the last record: what kept it from looking.
+        """
+        record["longest_turn_s"], self._longest_s = self._longest_s, 0.0
         if len(self.records) == RECORDS:
             self.count("records_dropped")
         self.records.append(record)
-        if self.trace is not None:
-            self.trace.record(record)
+        for writer in (self.trace, self.log):
+            if writer is not None:
+                writer.record(record)

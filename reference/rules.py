@@ -5,6 +5,7 @@ Decides how many tokens of a prompt move. Does not read vLLM's configuration its
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,9 @@ class Rules:
     unit_tokens: the layout moves whole groups of so many tokens (1, but for opaque CPU formats). groups: cache groups
     that move, None for all. failed_requests: this vLLM knows failed loads by request, not only by block. may_fail:
     reporting a failed load is safe (older versions with several groups end the engine). randomized_ids: vLLM appends a
-    random suffix to request ids.
+    random suffix to request ids. chunked: a packed prompt leaves chunk by chunk. chunked_last: its last chunk too may
+    leave before the prefill is known to be finished (not where a group keeps less than all tokens: its blocks are known
+    at the end).
     """
 
     here: Address
@@ -34,6 +37,8 @@ class Rules:
     failed_requests: bool = True
     may_fail: bool = True
     randomized_ids: bool = True
+    chunked: bool = False
+    chunked_last: bool = True
 
     def moved(self, prompt_tokens: int) -> int:
         """Tokens of a prompt whose cache moves; 0: too short, the decode engine computes it all. The same number on
@@ -41,6 +46,15 @@ class Rules:
         """
         length = prompt_tokens - self.backoff
         return length if prompt_tokens >= 2 and length >= 1 else 0
+
+    def leaves(self, done: int, tokens: int) -> int:
+        """How much of a prompt of which `tokens` (rounded) move can leave when `done` tokens are computed: whole
+        blocks, or all of it.
+        """
+        if self.rounded(done) >= tokens and self.chunked_last:
+            return tokens
+        grain = math.lcm(self.block_tokens, self.unit_tokens)
+        return min(done, tokens - 1) // grain * grain
 
     def rounded(self, tokens: int) -> int:
         """`tokens`, up to what the layout can move. The blocks of the request cover it: they are multiples of it."""

@@ -16,8 +16,9 @@ from typing import Any
 from pushkv.model.protocol import events as ev
 from pushkv.reference.decode_legs import NOTHING, Answer, DecodeLegs
 from pushkv.reference.identity import RequestLike
-from pushkv.reference.ports import BlockIds, Office, StepOrders
+from pushkv.reference.ports import IDLE, BlockIds, Office, StepOrders
 from pushkv.reference.prefill_legs import PrefillLegs
+from pushkv.reference.progress import progress
 from pushkv.reference.rules import Rules
 
 
@@ -30,6 +31,7 @@ class SchedulerSide:
         self.counters: dict[str, float] = {}
         self.prefill = PrefillLegs(office, rules, self.counters)
         self.decode = DecodeLegs(office, rules, self.counters)
+        self._step = 0
 
     def on_new_request(self, request: RequestLike) -> None:
         """A request was queued. Safe to call again: versions without the hook come here at the first look-up."""
@@ -46,7 +48,8 @@ class SchedulerSide:
         if not request.kv_transfer_params:
             return NOTHING
         self._hear()
-        self.on_new_request(request)
+        if not self.decode.knows(request.request_id):
+            self.on_new_request(request)
         return self.decode.matched(request, computed)
 
     def allocated(self, request: RequestLike, blocks: Any, external: int) -> None:
@@ -54,17 +57,24 @@ class SchedulerSide:
         if request.kv_transfer_params:
             self.decode.allocated(request, blocks, external)
 
-    def step(self, scheduled: Mapping[str, int], preempted: set[str] | None) -> StepOrders:
+    def step(self, scheduled: Mapping[str, int], preempted: set[str] | None, output: Any = None) -> StepOrders:
         """`build_connector_meta`: the end of a scheduling pass; what the workers do and report in this step.
 
         scheduled: tokens that each request computes in it. preempted: requests that lost their blocks in this pass or
-        since the last one.
+        since the last one. output: vLLM's `SchedulerOutput`: the chunks of prefills are read from it, and block lists
+        that vLLM has made already.
         """
         self._hear()
+        self._step += 1
         self.prefill.scheduled(scheduled, preempted or ())
-        orders = StepOrders()
+        chunks = self._rules.chunked and bool(self.prefill.running) and output is not None
+        if not (chunks or self.prefill.stirs or self.decode.stirs):
+            return IDLE
+        orders = StepOrders(step=self._step)
+        if chunks:
+            orders.chunks = self.prefill.computes(progress(output, self.prefill.running), self._step)
         self.prefill.orders(orders)
-        self.decode.step(bool(scheduled), orders)
+        self.decode.step(bool(scheduled), output, orders)
         return orders
 
     def finished(
@@ -81,6 +91,11 @@ class SchedulerSide:
     def pending(self) -> bool:
         """`has_pending_push_work`: the engine must go on stepping although it has nothing to compute."""
         return self.prefill.waiting or self.decode.waiting
+
+    @property
+    def open(self) -> bool:
+        """Whether a verdict is still to come."""
+        return bool(len(self.prefill) or len(self.decode))
 
     def reset(self) -> bool:
         """`reset_cache`: nothing computed with the old weights is sent or loaded from now on."""

@@ -1,34 +1,44 @@
 """The sending half of a rank's host: gathers into staging, posts writes, and watches both.
 
-Decides where in staging a part lies and when its memory is free again. What is packed or posted, and when, the machines
-say; at the moment of posting they are asked once more (``Sender.claim``).
+Decides where in staging a part lies and when its memory is free again, and that nothing is gathered before the step
+that computes it is enqueued. What is packed or posted, and when, the machines say; at the moment of posting they are
+asked once more (``Sender.claim``).
+
+Chunks. A chunk is told of when its step is scheduled; its gather waits here for the word that the step is enqueued
+(``Enqueued``), and on the device for the step itself, so that it runs right behind it and before the next one is done.
+A prompt that is finished is held until nothing reads it. One that is preempted loses its blocks at once: before they
+are overwritten ``fence`` waits for the gathers under way, and what is not gathered yet waits for the blocks that the
+prompt gets next.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from typing import TYPE_CHECKING
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pushkv.model.layout import BlockTable, Part, Shard, block_table, plan, plan_gather
+from pushkv.model.layout import Part, Shard, block_table, plan, plan_gather
 from pushkv.model.protocol import events as ev
 from pushkv.reference.grants import GrantError, notice_of, part_offset, read_blocks, read_segments
 from pushkv.reference.metric_names import label
 from pushkv.reference.office import Table
 from pushkv.reference.pools import SegmentPool, cross, spread
-from pushkv.reference.ports import BlockIds
+from pushkv.reference.prompts import Enqueued, Fence, Posted, Prompt, Staged, Stamps, record_of
 
 if TYPE_CHECKING:
-    from pushkv.reference.copies import Copier, Copy
+    from pushkv.reference.copies import Copier
     from pushkv.reference.fellow import Fellow
     from pushkv.reference.rank import Rank
     from pushkv.reference.transport import Write
 
 log = logging.getLogger(__name__)
+
+FENCED = 1024
+"""Preempted prompts that have not begun here yet, of which is remembered that they were."""
 
 DESCRIPTOR_BYTES = 64 << 20
 """Longer stretches are cut, so that a transport can put several on their way at once."""
@@ -37,64 +47,6 @@ Longs = npt.NDArray[np.int64]
 Spans = tuple[Longs, Longs, Longs]
 """Addresses here, addresses there, bytes."""
 NOTHING: Spans = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
-
-
-class Prompt:
-    """A prompt that is sent from here. Times are seconds of the monotonic clock."""
-
-    __slots__ = (
-        "begun_s",
-        "blocks",
-        "bytes",
-        "computed_s",
-        "descriptors",
-        "gather_s",
-        "packed",
-        "post_s",
-        "tables",
-        "tokens",
-        "transfer_id",
-        "wire_s",
-    )
-
-    def __init__(self, transfer_id: str, tokens: int, now: float) -> None:
-        self.transfer_id, self.tokens = transfer_id, tokens
-        self.blocks: BlockIds | None = None
-        self.tables: list[BlockTable] | None = None
-        self.begun_s, self.computed_s = now, 0.0
-        self.gather_s = self.post_s = self.wire_s = 0.0
-        self.bytes = self.descriptors = 0
-        self.packed = False
-
-    def source(self) -> list[BlockTable]:
-        """The blocks as tables, converted once, on this thread."""
-        if self.tables is None:
-            if self.blocks is None:
-                raise GrantError(f"{self.transfer_id}: no blocks are known")
-            self.tables = [block_table(ids) for ids in self.blocks]
-        return self.tables
-
-
-class Staged:
-    """One part in staging, or on its way there."""
-
-    __slots__ = ("copy", "part", "prompt", "segments", "shard", "since_s", "size")
-
-    def __init__(self, prompt: Prompt | None, shard: Shard | None, part: Part | None, size: int) -> None:
-        self.prompt, self.shard, self.part, self.size = prompt, shard, part, size
-        self.segments: tuple[int, ...] = ()
-        self.copy: Copy | None = None
-        self.since_s = 0.0
-
-
-class Posted:
-    """One write of ours that may be active."""
-
-    __slots__ = ("broken", "posted_s", "stopping", "transfer_id", "write")
-
-    def __init__(self, transfer_id: str, write: Write, now: float) -> None:
-        self.transfer_id, self.write, self.posted_s = transfer_id, write, now
-        self.broken = self.stopping = False
 
 
 class Sending:
@@ -107,11 +59,14 @@ class Sending:
         self._staged: dict[int, Staged] = {}
         self._gathering: list[int] = []
         self._writes: dict[int, Posted] = {}
+        self._enqueued = self._over_step = 0
+        self._marks: deque[Enqueued] = deque()
+        self._fenced: OrderedDict[str, int] = OrderedDict()
 
     @property
     def active(self) -> bool:
-        """Whether something here must be looked at again at once."""
-        return bool(self._gathering or self._writes)
+        """Whether something here must be looked at again at once; for gathers on a device a bell rings."""
+        return bool(self._writes) or (bool(self._gathering) and self.rank.bell is None)
 
     @property
     def writes_open(self) -> int:
@@ -122,14 +77,72 @@ class Sending:
 
     def begin(self, command: ev.Begin, now: float) -> None:
         """A prompt that will be sent."""
-        self.prompts[command.transfer_id] = Prompt(command.transfer_id, command.tokens, now)
+        prompt = self.prompts[command.transfer_id] = Prompt(command.transfer_id, command.tokens, now)
+        prompt.fenced = self._fenced.pop(command.transfer_id, 0)
 
     def table(self, table: Table) -> None:
-        """The blocks of a prompt."""
+        """The blocks of a prompt, as far as it is computed."""
         prompt = self.prompts.get(table.transfer_id)
-        if prompt is not None:
-            prompt.blocks, prompt.tables = table.blocks, None
+        if prompt is None:
+            return
+        if table.step:
+            if table.step < prompt.fenced:
+                return  # it was preempted meanwhile
+            prompt.ready, prompt.step = table.tokens, table.step
+            if table.step <= self._enqueued:
+                prompt.enqueued_s = time.monotonic()
+        else:
+            prompt.ready, prompt.step = prompt.tokens, 0
             prompt.computed_s = time.monotonic()
+        prompt.blocks, prompt.tables = table.blocks, None
+
+    def enqueued(self, word: Enqueued) -> None:
+        """A step is enqueued: what it computes can be gathered behind it."""
+        self._enqueued = word.step
+        marks = self._marks
+        marks.append(word)
+        while marks and (marks[0].event is None or marks[0].event.query()):
+            self._over_step = marks.popleft().step
+        for prompt in self.prompts.values():
+            if prompt.step == word.step:
+                prompt.enqueued_s = word.at_s
+        self._start()
+
+    def _behind(self, step: int) -> Any:
+        """The event that says that ``step`` is done; ``None`` when it is."""
+        if step <= self._over_step:
+            return None
+        return next(mark.event for mark in self._marks if mark.step >= step)
+
+    def fence(self, fence: Fence) -> None:
+        """What is not gathered of these prompts waits for other blocks; what is under way is said."""
+        for transfer_id in fence.transfer_ids:
+            prompt = self.prompts.get(transfer_id)
+            if prompt is not None:
+                prompt.lose()
+                prompt.fenced = fence.step
+            else:
+                self._fenced[transfer_id] = fence.step
+                if len(self._fenced) > FENCED:
+                    self._fenced.popitem(last=False)
+        mine = set(fence.transfer_ids)
+        copies = []
+        for handle in self._gathering:
+            staged = self._staged[handle]
+            if staged.prompt is not None and staged.prompt.transfer_id in mine and staged.copy is not None:
+                copies.append(staged.copy)
+        fence.answer(copies)
+
+    def commanded(self, command: ev.Preempted | ev.Abort) -> None:
+        """The engine took the blocks back, or gave the prompt up."""
+        prompt = self.prompts.get(command.transfer_id)
+        if prompt is None:
+            return
+        if isinstance(command, ev.Abort):
+            prompt.over = True
+            self._start()
+        elif prompt.step:
+            prompt.lose()
 
     def reported(self, report: ev.Record, now: float) -> None:
         """The machines' verdicts: a prompt that is sent or given up and not read any more is forgotten."""
@@ -137,6 +150,7 @@ class Sending:
             prompt = self.prompts.get(report.transfer_id)
             if prompt is not None:
                 prompt.blocks = prompt.tables = None
+                prompt.over = True
         elif isinstance(report, ev.Sent):
             prompt = self.prompts.pop(report.transfer_id, None)
             if report.ok:
@@ -148,50 +162,50 @@ class Sending:
             if prompt is not None:
                 self.rank.count("bytes_sent", prompt.bytes)
                 self.rank.count("descriptors", prompt.descriptors)
-                self.rank.record(
-                    {
-                        "side": "send",
-                        "transfer_id": prompt.transfer_id,
-                        "ok": report.ok,
-                        "reason": report.reason,
-                        "tokens": prompt.tokens,
-                        "packed": prompt.packed,
-                        "bytes": prompt.bytes,
-                        "descriptors": prompt.descriptors,
-                        "gather_s": prompt.gather_s,
-                        "post_s": prompt.post_s,
-                        "wire_s": prompt.wire_s,
-                        "handover_s": now - prompt.computed_s if prompt.computed_s else 0.0,
-                    }
-                )
+                self.rank.record(record_of(prompt, report, now))
+            self._start()
 
     # ------------------------------------------------------------ packing
 
     def pack(self, action: ev.Pack, now: float) -> None:
         """Gather a part into staging, when there is room."""
+        prompt = self.prompts.get(action.transfer_id)
+        if prompt is not None:
+            prompt.parts[action.handle] = Stamps(action.stop - action.start, time.monotonic())
         self._waiting.append(action)
         self._start()
 
     def _start(self) -> None:
+        """Gather what can be gathered. Who waits for memory is served in order; who waits for a step delays nobody."""
+        kept: deque[ev.Pack] = deque()
+        room = True
         while self._waiting:
-            action = self._waiting[0]
-            try:
-                staged = self._place(action)
-            except Exception as error:  # the machines get their answer; the part fails when it would be posted
-                log.error("gather for %s: %s", action.transfer_id, error)
-                self.rank.count("gather failed")
+            action = self._waiting.popleft()
+            prompt = self.prompts.get(action.transfer_id)
+            staged: Staged | None = None
+            if prompt is None or prompt.over:  # nobody will post it
                 staged = Staged(None, None, None, 0)
+            elif room and action.stop <= prompt.ready and prompt.step <= self._enqueued:
+                try:
+                    staged = self._place(action, prompt)
+                except Exception as error:  # the machines get their answer; the part fails when it would be posted
+                    log.error("gather for %s: %s", action.transfer_id, error)
+                    self.rank.count("gather failed")
+                    staged = Staged(None, None, None, 0)
+                room = staged is not None
             if staged is None:
-                return
-            self._waiting.popleft()
-            staged.since_s = time.monotonic()
+                kept.append(action)
+                continue
+            if prompt is not None and (stamps := prompt.parts.get(action.handle)) is not None:
+                stamps.launched = time.monotonic()
+                staged.stamps = stamps
             self._staged[action.handle] = staged
             self._gathering.append(action.handle)
+        self._waiting = kept
 
-    def _place(self, action: ev.Pack) -> Staged | None:
+    def _place(self, action: ev.Pack, prompt: Prompt) -> Staged | None:
         """The part in staging with its gather under way, or ``None`` when there is no room now."""
         fellow = self._fellow(action.link)
-        prompt = self.prompts[action.transfer_id]
         prompt.packed = True
         if fellow.outgoing is None:
             return Staged(prompt, None, None, 0)
@@ -207,7 +221,9 @@ class Sending:
             staged.segments = segments
             try:
                 gather = plan_gather(shard, prompt.source(), part)
-                staged.copy = self.copier.gather(gather, segments)
+                staged.copy = self.copier.gather(gather, segments, 0, self._behind(prompt.step))
+                if self.rank.bell is not None:
+                    self.rank.bell.watch(staged.copy)
             except BaseException:
                 self.staging.give(segments)
                 raise
@@ -237,7 +253,13 @@ class Sending:
             rank.count("not claimed")
             self._unstage(handle)
             return
-        begun = time.monotonic()
+        prompt = self.prompts.get(action.transfer_id)
+        stamps = prompt.parts.get(handle) if prompt is not None else None
+        if stamps is None:  # direct: nothing was packed
+            stamps = Stamps(action.stop - action.start, time.monotonic())
+            if prompt is not None:
+                prompt.parts[handle] = stamps
+        stamps.begun = time.monotonic()
         try:
             write = self._write(action)
         except Exception as error:
@@ -246,15 +268,13 @@ class Sending:
             self._unstage(handle)
             rank.pending.extend((ev.WriteBroken(handle), ev.WriteQuiet(handle)))
             return
-        prompt = self.prompts.get(action.transfer_id)
-        posted = time.monotonic()
-        if prompt is not None:
-            prompt.post_s += posted - begun
+        stamps.posted = time.monotonic()
         if write is None:
+            stamps.done = stamps.posted
             self._unstage(handle)
             rank.pending.append(ev.WriteDone(handle))
         else:
-            self._writes[handle] = Posted(action.transfer_id, write, posted)
+            self._writes[handle] = Posted(write, stamps)
 
     def _write(self, action: ev.Post) -> Write | None:
         """The write on its way; ``None`` when there is nothing to write."""
@@ -314,8 +334,8 @@ class Sending:
                 if staged.copy is None or staged.copy.done():
                     self._gathering.remove(handle)
                     staged.copy = None
-                    if staged.prompt is not None:
-                        staged.prompt.gather_s += time.monotonic() - staged.since_s
+                    if staged.stamps is not None:
+                        staged.stamps.gathered = time.monotonic()
                     self._packed(handle, now)
         for handle, posted in list(self._writes.items()):
             self._watch(handle, posted)
@@ -333,9 +353,7 @@ class Sending:
         rank = self.rank
         state = rank.transport.poll(posted.write)
         if state == "done":
-            prompt = self.prompts.get(posted.transfer_id)
-            if prompt is not None:
-                prompt.wire_s += time.monotonic() - posted.posted_s
+            posted.stamps.done = time.monotonic()
             rank.transport.release(posted.write)
             self._over(handle, ev.WriteQuiet(handle) if posted.broken else ev.WriteDone(handle))
             return

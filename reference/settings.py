@@ -18,11 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pushkv.model.protocol import Settings
+from pushkv.model.timing import PathCosts, path_costs, profiles
 from pushkv.reference.addresses import is_loopback
 
 PREFIX = "PUSHKV_"
 BACKENDS = ("UCX", "LIBFABRIC")
 PATHS = ("auto", "packed", "direct")
+OVERLAPS = ("none", "chunk")
+PROFILES = {"cuda": ("h200", "nvlink-ucx"), "cpu": ("cpu", "tcp")}
+"""What `auto` goes by where nothing is set."""
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _ALIGNMENT = 4096
 
@@ -117,6 +121,10 @@ def _one_of(*names: str) -> Callable[[Any], str]:
     return parse
 
 
+def _profile(kind: str) -> Callable[[Any], str]:
+    return _one_of(*profiles.names(kind))
+
+
 def _setting(
     parse: Callable[[Any], Any], default: Any, unit: str, says: str, protocol: str = "", shown: str = "", **kw: Any
 ) -> Any:
@@ -141,6 +149,18 @@ class ConnectorSettings:
     )
     backend: str = _setting(_one_of(*BACKENDS), "UCX", "", "NIXL backend: " + " or ".join(BACKENDS))
     path: str = _setting(_one_of(*PATHS), "auto", "", "how bytes travel: packed, direct, or chosen for each transfer")
+    hardware: str | None = _setting(
+        _profile("hardware"), None, "", "what `auto` takes this device for: a profile of hardware", shown="by device"
+    )
+    fabric: str | None = _setting(
+        _profile("fabric"), None, "", "what `auto` takes the wire for: a profile of a fabric", shown="by device"
+    )
+    overlap: str = _setting(
+        _one_of(*OVERLAPS),
+        "none",
+        "",
+        "when a packed prompt leaves: once its prefill is finished (none), or chunk by chunk as it is computed (chunk)",
+    )
     landing_bytes: int | None = _setting(
         _bytes, None, "bytes", "receiving memory of each rank, outside the KV cache", shown="from free memory"
     )
@@ -153,6 +173,13 @@ class ConnectorSettings:
         "bytes",
         f"landing and staging memory is given out in pieces of this; a multiple of {_ALIGNMENT}",
     )
+    part_bytes: int = _setting(
+        _bytes,
+        512 << 20,
+        "bytes",
+        "a prompt is gathered, written and told of in parts of at most this, which overlap",
+        "part_bytes",
+    )
     landing_share: float = _setting(
         _share, 1.0, "", "part of the landing memory that one peer may hold", "landing_share"
     )
@@ -161,6 +188,15 @@ class ConnectorSettings:
     )
     trace: str | None = _setting(
         _text, None, "", "write what the machines are told, and one line per hand-over, to this file (one per engine)"
+    )
+    switch_s: float = _setting(
+        _seconds,
+        1e-4,
+        "s",
+        "the interpreter's switch interval in an engine's process: how long one thread may keep another waiting",
+    )
+    records: str | None = _setting(
+        _text, None, "", "write one line per hand-over, with the times of its parts, to this file (one per rank)"
     )
     drain_s: float = _setting(_seconds, 5.0, "s", "how long a stopping engine waits for what is still to be sent")
     dead_peer_s: float = _setting(
@@ -229,6 +265,13 @@ class ConnectorSettings:
     def landing_segments(self) -> int:
         """Segments of landing memory of each rank; 1 as long as its size is not known."""
         return max(1, (self.landing_bytes or 0) // self.segment_bytes)
+
+    def path_costs(self, device: str, size: int, pieces: int) -> PathCosts:
+        """What a prompt of ``size`` bytes in ``pieces`` would cost on ``device`` ("cuda", "cpu") by either path."""
+        hardware, fabric = PROFILES.get(device, PROFILES["cpu"])
+        return path_costs(
+            profiles.hardware(self.hardware or hardware), profiles.fabric(self.fabric or fabric), size, pieces
+        )
 
     @property
     def protocol(self) -> Settings:

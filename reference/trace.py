@@ -65,6 +65,23 @@ class Trace:
             self._file.write(msgspec.json.encode(line) + b"\n")
 
 
+class RecordLog:
+    """Writes one JSON document per hand-over into ``path``, and nothing else: light enough to measure with."""
+
+    def __init__(self, path: str) -> None:
+        self._file = Path(path).open("ab")  # noqa: SIM115 - closed by ``close``
+
+    def record(self, record: dict[str, Any]) -> None:
+        """One hand-over."""
+        if not self._file.closed:
+            self._file.write(msgspec.json.encode(record) + b"\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """No more."""
+        self._file.close()
+
+
 def lines(path: Path) -> Iterator[list[Any]]:
     """The lines of a trace. Raises ``TraceError`` that names the line."""
     with path.open("rb") as file:

@@ -46,6 +46,8 @@ __all__ = ["Transport", "TransportError", "Write", "agent_name"]
 
 Longs = npt.NDArray[np.int64]
 
+BATCH_BYTES = {"DRAM": 32 << 20, "VRAM": 1 << 30}
+
 
 @dataclass(slots=True, eq=False)
 class Write:
@@ -81,7 +83,8 @@ class Transport:
     """The NIXL agent of one rank.
 
     name: unique among all processes and restarts, see `agent_name`. batch_descriptors, batch_bytes: at most so much in
-    one NIXL call (a single larger descriptor is not split). slice_s: `post` and `poll` begin no further batch after
+    one NIXL call (a single larger descriptor is not split); bytes that are not given follow from the memory: a host may
+    have to copy what it posts, a device does not. slice_s: `post` and `poll` begin no further batch after
     this time. drain_s: see the module; the backend's own value if not given. Raises `TransportError`, also if NIXL is
     not installed.
     """
@@ -92,7 +95,7 @@ class Transport:
         backend: str = "UCX",
         *,
         batch_descriptors: int = 512,
-        batch_bytes: int = 32 << 20,
+        batch_bytes: int | None = None,
         slice_s: float = 0.002,
         drain_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -104,7 +107,8 @@ class Transport:
         self.arrival = self.backend.arrival
         self.drain_s = self.backend.drain_s if drain_s is None else drain_s
         self.counters = {"posts": 0, "batches": 0, "errors": 0}
-        self._limits = (batch_descriptors, batch_bytes, slice_s)
+        self._limits = (batch_descriptors, batch_bytes or BATCH_BYTES["DRAM"], slice_s)
+        self._batch_bytes = batch_bytes
         self._clock = clock
         self._number = 0
         self._memory = "DRAM"
@@ -132,6 +136,7 @@ class Transport:
             if self._registered and memory != self._memory:
                 raise TransportError(f"{memory} memory cannot be registered beside {self._memory}")
             self._memory, self._device = memory, device if tensor.is_cuda else None
+            self._limits = (self._limits[0], self._batch_bytes or BATCH_BYTES[memory], self._limits[2])
             self._enter()
             size = tensor.numel() * tensor.element_size()
             what = [(tensor.data_ptr(), size, device, "")]

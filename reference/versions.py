@@ -9,17 +9,19 @@ does about each hook. `check` compares the hooks with what is written here: a te
 | a failed load is told by | blocks | request | both; blocks only where requests are unknown |
 | failed asynchronous load, several cache groups | ends the engine | fails the request | older: computed here |
 | `start_load_kv` | before the forward, always | before it only if a synchronous load is due | loads are synchronous |
-| `wait_for_save` on empty steps | no | yes | nothing hangs on it |
+| `wait_for_save` on empty steps | no | yes | only steps that compute something matter |
+| `handle_preemptions` | when something was preempted | always | what it does is done at `bind_connector_metadata` too |
 | prefill preempted in its last step | delivered without its blocks | computed again | older: the transfer is aborted |
 | `register_cross_layers_kv_cache` | when preferred | gone | never preferred |
-| cache manager | `bind_gpu_block_pool` | `bind_kv_cache_manager` too | neither is needed |
+| cache manager | `bind_gpu_block_pool` | `bind_kv_cache_manager` calls it | the pool is used where it is told of |
 | `supports_sleep_mode` and its hooks | | 0.33 | sleep is refused: peers hold this memory registered |
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +47,16 @@ def abilities(base: type) -> Abilities:
 
 def results(base: type, sent: set[str], received: set[str], failed: set[str]) -> Any:
     """What `get_transfer_results` returns, where it exists."""
+    return _results_of(base)(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+
+@functools.cache
+def _results_of(base: type) -> Any:
+    """Looked for once: it is asked for in every step."""
     kind = getattr(inspect.getmodule(base), "KVConnectorTransferResults", None)
     if kind is None:
         raise RuntimeError("this vLLM asks for transfer results, but has no KVConnectorTransferResults")
-    return kind(finished_sending=sent, finished_recving=received, failed_recving=failed)
+    return kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,7 @@ HOOKS: Mapping[str, Hook] = {
     # scheduler side
     "get_num_new_matched_tokens": Hook(("request", "num_computed_tokens"), "asks the decode legs", True),
     "update_state_after_alloc": Hook(("request", "blocks", "num_external_tokens"), "loads, or lets P write", True),
-    "build_connector_meta": Hook(("scheduler_output",), "news in, orders for the workers out", True),
+    "build_connector_meta": Hook(("scheduler_output",), "news in, chunks and orders for the workers out", True),
     "request_finished": Hook(("request", "block_ids"), "as below, for one group"),
     "request_finished_all_groups": Hook(("request", "block_ids"), "blocks of P to the ranks; aborts", True),
     "on_new_request": Hook(("request",), "registers and announces at arrival; else at the first look-up"),
@@ -76,8 +84,8 @@ HOOKS: Mapping[str, Hook] = {
     "get_finished_count": Hook((), "None: every rank reports"),
     "set_xfer_handshake_metadata": Hook(("metadata",), "opens the office with the ranks' cards", True),
     "set_xfer_handshake_metadata_pp_aware": Hook(("metadata",), "inherited: refuses pipeline stages"),
-    "bind_kv_cache_manager": Hook(("kv_cache_manager",), _IGNORED),
-    "bind_gpu_block_pool": Hook(("gpu_block_pool",), _IGNORED),
+    "bind_kv_cache_manager": Hook(("kv_cache_manager",), "inherited: binds the block pool"),
+    "bind_gpu_block_pool": Hook(("gpu_block_pool",), "keeps blocks from others that may still be written"),
     "get_loaded_kv_cache_group_ids": Hook(("request",), "all groups that are handed over"),
     "get_external_cache_hit_sources": Hook(("request", "num_external_tokens"), "inherited: from a peer"),
     "register_finished_partial_tail": Hook(("request", "block_ids", "partial_tail_offloads"), _IGNORED),
@@ -88,14 +96,14 @@ HOOKS: Mapping[str, Hook] = {
     "register_kv_caches": Hook(("kv_caches",), "reads the layout, opens the rank", True),
     "register_cross_layers_kv_cache": Hook(("kv_cache", "attn_backend"), "refused: never preferred"),
     "prefer_cross_layer_blocks": Hook(None, "false"),
-    "bind_connector_metadata": Hook(("connector_metadata",), "inherited"),
+    "bind_connector_metadata": Hook(("connector_metadata",), "takes the step's orders"),
     "clear_connector_metadata": Hook((), "inherited"),
     "has_connector_metadata": Hook((), "inherited"),
     "handle_preemptions": Hook(("kv_connector_metadata",), "waits for gathers out of preempted blocks"),
     "start_load_kv": Hook(("forward_context", "kwargs"), "scatters what has landed", True),
     "wait_for_layer_load": Hook(("layer_name",), "nothing: a load is complete before the forward", True),
     "save_kv_layer": Hook(("layer_name", "kv_layer", "attn_metadata", "kwargs"), "nothing", True),
-    "wait_for_save": Hook((), "nothing", True),
+    "wait_for_save": Hook((), "the forward is enqueued: chunks can be gathered behind it", True),
     "finish_forward": Hook((), _IGNORED),
     "reset_capture_state": Hook((), _IGNORED),
     "get_finished": Hook(("finished_req_ids",), "the step's reports", True),
@@ -108,9 +116,9 @@ HOOKS: Mapping[str, Hook] = {
     "set_host_xfer_buffer_ops": Hook(("copy_operation",), "nothing: caches are registered where they are"),
     "get_mem_pool_context": Hook((), _IGNORED),
     "shutdown": Hook((), "drains, then stops"),
-    "supports_sleep_mode": Hook(None, "false"),
-    "unregister_kv_caches": Hook((), "refused"),
-    "restore_kv_caches": Hook(("kv_caches",), "refused"),
+    "supports_sleep_mode": Hook(("kv_transfer_config",), "false, asked of the class"),
+    "unregister_kv_caches": Hook((), "never comes: sleep is refused"),
+    "restore_kv_caches": Hook((), "never comes: sleep is refused"),
     # both, and of the class
     "role": Hook(None, "inherited"),
     "build_kv_connector_stats": Hook(("data",), "PushStats"),
@@ -138,10 +146,10 @@ class Finding:
         return self.state == "changed" or (self.state == "absent" and required)
 
 
-def check(base: type, *others: type) -> list[Finding]:
-    """Every hook of KVConnectorBase_V1 (and of SupportsHMA), and what we do about it."""
+def hooks_of(*kinds: type) -> dict[str, tuple[str, ...] | None]:
+    """The public hooks of vLLM's base classes with their parameters after self; None: a property."""
     there: dict[str, tuple[str, ...] | None] = {}
-    for kind in (base, *others):
+    for kind in kinds:
         for name, member in vars(kind).items():
             if name.startswith("_"):
                 continue
@@ -151,16 +159,28 @@ def check(base: type, *others: type) -> list[Finding]:
                 function = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
                 names = tuple(inspect.signature(function).parameters)
                 there[name] = names if isinstance(member, staticmethod) else names[1:]
+    return there
+
+
+def check(base: type, *others: type) -> list[Finding]:
+    """Every hook of KVConnectorBase_V1 (and of SupportsHMA), and what we do about it."""
+    return compare(hooks_of(base, *others))
+
+
+def compare(there: Mapping[str, Sequence[str] | None]) -> list[Finding]:
+    """Every hook of a vLLM that has those of `there`."""
     found = []
     for name in sorted({*HOOKS, *there}):
         hook = HOOKS.get(name)
+        given = there.get(name)
+        parameters = None if given is None else tuple(given)
         if hook is None:
-            found.append(Finding(name, "new", there[name], "inherited: not known to pushkv"))
+            found.append(Finding(name, "new", parameters, "inherited: not known to pushkv"))
         elif name not in there:
             found.append(Finding(name, "absent", hook.parameters, hook.does))
         else:
-            state = "known" if there[name] == hook.parameters else "changed"
-            found.append(Finding(name, state, there[name], hook.does))
+            state = "known" if parameters == hook.parameters else "changed"
+            found.append(Finding(name, state, parameters, hook.does))
     return found
 
 

@@ -57,10 +57,16 @@ class WorkerSide:
     def preempted(self, orders: StepOrders) -> None:
         """`handle_preemptions`: before this step overwrites what was preempted."""
         if orders.preempted and self.rank is not None:
-            self.rank.fence(orders.preempted)
+            preempted, orders.preempted = orders.preempted, []
+            self.rank.fence(preempted, orders.step)
 
     def begin(self, orders: StepOrders) -> None:
-        """`bind_connector_metadata`: what this step reports, whichever hook asks for it first."""
+        """`bind_connector_metadata`: what this step reports, whichever hook asks for it first. Older versions do not
+        always call `handle_preemptions`.
+        """
+        if not orders:
+            return
+        self.preempted(orders)
         self._sent.update(orders.sent)
         self._received.update(orders.received)
         self._failed.update(orders.failed)
@@ -76,6 +82,11 @@ class WorkerSide:
         for one, loading in begun:
             if not loading.wait():
                 self._invalid.update(block for group in one.blocks for block in group)
+
+    def saved(self, orders: StepOrders) -> None:
+        """`wait_for_save`: this step's forward is enqueued."""
+        if orders.chunks and self.rank is not None:
+            self.rank.enqueued(orders.step)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Sent, received, failed: what has not been reported yet."""

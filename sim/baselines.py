@@ -9,37 +9,19 @@ on them one look later. All of this is read from the sources of vLLM 0.26 and NI
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.sim.connector import Connector, Prefill, Receiving, Sending
+from pushkv.sim.connector import Prefill, Receiving, Sending
 from pushkv.sim.request import Flight, Request
 
 if TYPE_CHECKING:
     from pushkv.sim.engine import Engine
     from pushkv.sim.world import World
 
-
-class Notified(Connector):
-    """One that NIXL tells of its transfers, and that looks at what it was told only in ``poll``."""
-
-    kept = (msg.Written, msg.Failed, msg.Cancelled)
-
-    def __init__(self, world: World, engine: Engine) -> None:
-        super().__init__(world, engine)
-        self._inbox: list[ev.Received] = []
-
-    def keep(self, event: ev.Received) -> None:
-        self._inbox.append(event)
-        self.news += 1
-        self.engine.kick()
-
-    def hear(self) -> None:
-        """Look at what has come since the last time."""
-        inbox, self._inbox = self._inbox, []
-        for event in inbox:
-            self.host.feed(event)
+NOTIFIED: Final = (msg.Written, msg.Failed, msg.Cancelled)
+"""What NIXL tells of its transfers: a connector looks at it only in ``poll``."""
 
 
 class PushPrefill(Sending):
@@ -47,7 +29,6 @@ class PushPrefill(Sending):
 
     def __init__(self, world: World, engine: Engine) -> None:
         super().__init__(world, engine)
-        self.fresh: list[ev.Post] = []
         self.watched = self._under_way = dict[int, None]()
         self._landed: list[int] = []
         self._writer_free = 0
@@ -103,12 +84,13 @@ class PushPrefill(Sending):
         return super().poll(now)
 
 
-class PushDecode(Notified, Receiving):
+class PushDecode(Receiving):
     """D of vLLM's push: admits early. What it cannot admit is announced without memory, so that the give-way of rule
     8 can work."""
 
     def __init__(self, world: World, engine: Engine) -> None:
         super().__init__(world, engine)
+        self.kept = NOTIFIED
         self._seen: list[Request] = []
         self._announced: set[str] = set()
         self._wanted: set[str] = set()
@@ -160,12 +142,13 @@ class PushDecode(Notified, Receiving):
             ids.discard(flight.id)
 
 
-class PullPrefill(Notified, Prefill):
+class PullPrefill(Prefill):
     """P of vLLM's pull: exposes a finished prompt's blocks through the router and holds them until D says that it has
     read them."""
 
     def __init__(self, world: World, engine: Engine) -> None:
         super().__init__(world, engine)
+        self.kept = NOTIFIED
         self._read: list[Request] = []
 
     def prefilled(self, request: Request, now: int) -> None:
@@ -215,7 +198,6 @@ class PullDecode(Receiving):
 
     def __init__(self, world: World, engine: Engine) -> None:
         super().__init__(world, engine)
-        self.fresh: list[ev.Post] = []
         self._landed: list[tuple[int, Flight]] = []
         self._seen: list[Request] = []
 

@@ -83,4 +83,4 @@ def runs(source: array[int], destination: array[int], blocks: int) -> int:
     a = np.frombuffer(source, dtype=np.int32)[-blocks:]
     b = np.frombuffer(destination, dtype=np.int32)[:blocks]
     broken = (a[1:] - a[:-1] != 1) | (b[1:] - b[:-1] != 1)
-    return 1 + int(np.count_nonzero(broken))
+    return 1 + bytes(broken).count(1)

@@ -25,6 +25,7 @@ class Clock(simpy.Environment):
     def __init__(self, initial_time: int = 0) -> None:
         super().__init__(initial_time)
         self.ticks = initial_time
+        self._made = 0
         self._entries = cast("list[Entry]", self._queue)
 
     @property
@@ -34,11 +35,13 @@ class Clock(simpy.Environment):
 
     def call(self, when: int, then: Callable[[Any], None], what: Any) -> None:
         """Call ``then(what)`` at ``when``; calls of one tick come in the order of their making."""
-        heappush(self._entries, (when, NORMAL, next(self._eid), then, what))
+        self._made = number = self._made + 1
+        heappush(self._entries, (when, NORMAL, number, then, what))
 
     def schedule(self, event: Event, priority: EventPriority = NORMAL, delay: float = 0) -> None:
         """Let simpy's ``event`` happen after ``delay`` ticks."""
-        heappush(self._entries, (self.ticks + int(delay), priority, next(self._eid), _happen, event))
+        self._made = number = self._made + 1
+        heappush(self._entries, (self.ticks + int(delay), priority, number, _happen, event))
 
     def step(self) -> None:
         """All that is scheduled, until somebody stops the simulation.

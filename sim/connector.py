@@ -26,18 +26,19 @@ if TYPE_CHECKING:
 class Connector:
     """Hooks are called by the engine's loop at the simulated time; actions by the host while it carries out a step."""
 
-    fresh: Sequence[ev.Post] = ()
-    """What ``pre_forward`` has to do."""
-    watched: Collection[object] = ()
-    """What ``poll`` may have something to say about: the engine's loop stops there only when this is not empty."""
-    registers_only = False
+    registers_only: bool = False
     """Whether ``received`` can make nothing schedulable, so that the engine need not look up for it."""
-    kept: Collection[type[msg.Message]] = ()
-    """Messages that ``keep`` is given, and not the machines at once."""
-    news = 0
+    news: int = 0
     """How many things ``poll`` would find now."""
 
     def __init__(self, world: World, engine: Engine) -> None:
+        self.fresh: list[ev.Post] = []
+        """What ``pre_forward`` has to do."""
+        self.watched: Collection[object] = ()
+        """What ``poll`` may have something to say about: the engine's loop stops there only when this is not empty."""
+        self.kept: Collection[type[msg.Message]] = ()
+        """Messages that the machines get only when ``hear`` is called."""
+        self._inbox: list[ev.Received] = []
         self.world, self.engine, self.env = world, engine, world.env
         self.host: Host
         engine.connector = self
@@ -109,8 +110,16 @@ class Connector:
         return False
 
     def keep(self, event: ev.Received) -> None:
-        """A message of ``kept`` has come, for a connector that looks at such messages once a step."""
-        raise NotImplementedError
+        """A message of ``kept`` has come."""
+        self._inbox.append(event)
+        self.news += 1
+        self.engine.kick()
+
+    def hear(self) -> None:
+        """The machines get what has come of ``kept`` since the last time."""
+        inbox, self._inbox = self._inbox, []
+        for event in inbox:
+            self.host.feed(event)
 
     def pack(self, action: ev.Pack) -> None:
         """Gather into staging."""

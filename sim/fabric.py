@@ -9,22 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
 from pushkv.model.timing import max_min_rates
 from pushkv.sim.clock import Clock
 from pushkv.sim.ticks import S_PER_TICK, TICKS_PER_S
 
 
-class Flow(msgspec.Struct, eq=False):
+class Flow:
     """Bytes on their way, ``left`` of them now, at ``cap`` per second at most; ``done`` is called when they have
     arrived."""
 
-    path: tuple[int, ...]
-    left: float
-    cap: float
-    done: Callable[[], None]
     rate: float = 0.0
+
+    def __init__(self, path: tuple[int, ...], left: float, cap: float, done: Callable[[], None]) -> None:
+        self.path, self.left, self.cap, self.done = path, left, cap, done
 
 
 class Wires:

@@ -5,20 +5,10 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-import msgspec
 
-
-class Request(msgspec.Struct, eq=False):
+class Request:
     """A leg of a request at one engine, as that engine's scheduler sees it; the two legs share their ``flight``."""
 
-    flight: Flight
-    index: int
-    input_len: int
-    output_len: int
-    prefill_only: bool
-    target: int
-    """Tokens to compute before it decodes: the prompt, and after a preemption what was generated too."""
-    blocks: array[int]
     computed: int = 0
     freed: bool = False
     got: int = 0
@@ -26,19 +16,20 @@ class Request(msgspec.Struct, eq=False):
     first_step: int = -1
     last_step: int = -1
 
+    def __init__(self, flight: Flight, output_len: int, *, prefill_only: bool) -> None:
+        self.flight, self.index, self.input_len, self.output_len = flight, flight.index, flight.input_len, output_len
+        self.prefill_only = prefill_only
+        self.target = flight.input_len
+        """Tokens to compute before it decodes: the prompt, and after a preemption what was generated too."""
+        self.blocks: array[int] = array("i")
 
-class Flight(msgspec.Struct, eq=False):
-    """What the client and the connector know of a request: its legs, its times (ticks), its transfer."""
 
-    index: int
-    id: str
-    arrival: int
-    input_len: int
-    output_len: int
-    prefill: int
-    """Numbers of its two engines."""
-    decode: int
-    packed: bool
+class Flight:
+    """What the client and the connector know of a request: its legs, its times (ticks), its transfer.
+
+    ``prefill`` and ``decode`` are the numbers of its two engines.
+    """
+
     p: Request | None = None
     d: Request | None = None
     leg_end: int = -1
@@ -56,7 +47,17 @@ class Flight(msgspec.Struct, eq=False):
     over: bool = False
     register: Any = None
 
-    def leg(self, output_len: int, *, prefill_only: bool) -> Request:
-        """A new leg of it."""
-        n = self.input_len
-        return Request(self, self.index, n, output_len, prefill_only, n, array("i"))
+    def __init__(
+        self,
+        index: int,
+        id: str,
+        arrival: int,
+        input_len: int,
+        output_len: int,
+        prefill: int,
+        decode: int,
+        packed: bool,
+    ) -> None:
+        self.index, self.id, self.arrival = index, id, arrival
+        self.input_len, self.output_len = input_len, output_len
+        self.prefill, self.decode, self.packed = prefill, decode, packed

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from pushkv.sim.blocks import BlockPool
 from pushkv.sim.request import Request
 
@@ -25,15 +23,13 @@ Part = tuple[Request, int, int]
 """A chunk of a prompt in a step: request, new tokens, tokens before them."""
 
 
-class Batch(msgspec.Struct, eq=False):
+class Batch:
     """One step that was launched: when its tokens are there, and whose they are.
 
     ``count`` sequences decode in it with ``context`` tokens in all; ``version`` is the scheduler's when it was made;
     ``quiet``: nobody waits for this very step.
     """
 
-    end: int
-    version: int
     count: int = 0
     context: int = 0
     quiet: bool = True
@@ -42,6 +38,9 @@ class Batch(msgspec.Struct, eq=False):
     lasts: Sequence[Request] = ()
     prefilled: Sequence[Request] = ()
     report: Sequence[Request] = ()
+
+    def __init__(self, end: int, version: int) -> None:
+        self.end, self.version = end, version
 
 
 class Scheduler:

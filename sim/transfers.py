@@ -10,9 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from pushkv.model.timing import device_bytes_per_s, flow_bytes_per_s, gather_s, post_s, scatter_s, tail_s
+from pushkv.model.timing import (
+    device_bytes_per_s,
+    flow_bytes_per_s,
+    gather_s,
+    path_costs,
+    post_s,
+    scatter_s,
+    tail_s,
+)
 from pushkv.model.timing.fabric import Op
 from pushkv.sim.blocks import runs
 from pushkv.sim.catalog import Parts
@@ -93,12 +99,9 @@ class Transfers:
         if self.segments(tokens) > self.landing_segments:
             return False
         size = tokens * self.bytes_per_token
-        wire_s = size / device_bytes_per_s(self._fabric, self.op)
         pieces = -(-tokens // self._block_size) * self._layers * self._each
-        direct_s = max(wire_s, post_s(self._fabric, pieces, size, self.op, order="allocated"))
-        gathered_s = gather_s(self._hardware, size * self._p_share, busy=True)
-        scattered_s = scatter_s(self._hardware, size * self._d_share, busy=True)
-        return gathered_s + wire_s + scattered_s <= direct_s
+        shares = self._p_share, self._d_share
+        return path_costs(self._hardware, self._fabric, size, pieces, self.op, *shares).packed
 
     def pieces(self, flight: Flight) -> int:
         """Descriptors that one rank of the poster makes when every run of blocks is one; counted when both sides have
@@ -171,17 +174,22 @@ class Transfers:
         self._wires.send((self._links[p][0], self._links[d][1]), float(max(size, 1)), costs[0], move.sent)
 
 
-class _Move(msgspec.Struct, eq=False):
+class _Move:
     """One write or read under way since ``start``, posted until ``posted``."""
 
-    transfers: Transfers
-    flight: Flight
-    start: int
-    posted: int
-    after: int
-    extra: int
-    arrived: Callable[[Any], None]
-    handle: Any
+    def __init__(
+        self,
+        transfers: Transfers,
+        flight: Flight,
+        start: int,
+        posted: int,
+        after: int,
+        extra: int,
+        arrived: Callable[[Any], None],
+        handle: Any,
+    ) -> None:
+        self.transfers, self.flight, self.start, self.posted = transfers, flight, start, posted
+        self.after, self.extra, self.arrived, self.handle = after, extra, arrived, handle
 
     def sent(self) -> None:
         """The wires have carried the last byte."""

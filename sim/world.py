@@ -30,7 +30,7 @@ from pushkv.sim.host import Host
 from pushkv.sim.metrics import COMPLETED, FAILED, RequestLog, Totals
 from pushkv.sim.network import Network
 from pushkv.sim.pushkv import PushkvDecode, PushkvPrefill
-from pushkv.sim.request import Flight
+from pushkv.sim.request import Flight, Request
 from pushkv.sim.scenario import Scenario
 from pushkv.sim.scheduler import Batch
 from pushkv.sim.ticks import S_PER_TICK, ticks
@@ -201,10 +201,10 @@ class World:
         name = str(index)
         flight = Flight(index, name, now, n, out, self._pick_p.pick(n), self._pick_d.pick(n + out), packed)
         self.flights[name] = flight
-        flight.p = p = flight.leg(1, prefill_only=True)
+        flight.p = p = Request(flight, 1, prefill_only=True)
         cached = int(n * self.scenario.prefill_cached_fraction)
         p.computed = cached - cached % self.scenario.block_size if cached < n else n - 1
-        flight.d = flight.leg(out, prefill_only=False)
+        flight.d = Request(flight, out, prefill_only=False)
         fixed, each = self._client_in
         self.later(now + fixed + each * n, self._reach, flight)
 

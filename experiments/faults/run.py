@@ -2,6 +2,7 @@
 
     .venv-e2e/bin/python experiments/faults/run.py                       # both, and the table
     .venv-e2e/bin/python experiments/faults/run.py --connector pushkv    # one anew; the other from its last run
+    .venv-e2e/bin/python experiments/faults/run.py --file test_faults_kill.py    # only these tests anew
     .venv-e2e/bin/python experiments/faults/run.py --table-only
 
 The tests are those of ``make e2e``; every outcome goes to ``results/<connector>.jsonl``, the table to ``README.md``.
@@ -15,10 +16,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NAMES = {"vllm": "vLLM 0.32 push", "pushkv": "pushkv"}
+COLUMNS = {
+    "vLLM 0.32 push": ("vllm", ""),
+    "pushkv, packed": ("pushkv", "direct"),
+    "pushkv, direct": ("pushkv", "packed"),
+}
+"""Of the table: the connector, and the path whose tests do not count."""
 TITLES = {
     "F01": "part of the prompt is cached on P, on D or on both",
     "F02": "D's request is aborted, others use its memory, then P writes",
@@ -49,17 +57,28 @@ TITLES = {
 }
 
 
-def run(connector: str) -> None:
-    """Run the tests with one connector."""
+def run(connector: str, files: list[str]) -> None:
+    """Run the tests with one connector; what they say replaces what was known of them."""
     outcomes = HERE / "results" / f"{connector}.jsonl"
-    outcomes.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "--confcutdir=tests/e2e", "tests/e2e", "-q", "--tb=no", "-m", "fault"]
-    subprocess.run([*command, "--connector", connector, "--outcomes", str(outcomes)], cwd=ROOT, check=False)
+    known = {} if not files else {row["test"]: row for row in rows_of(outcomes)}
+    fresh = outcomes.with_suffix(".new")
+    fresh.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "--confcutdir=tests/e2e", "-q", "--tb=no", "-m", "fault"]
+    command += [f"tests/e2e/{name}" for name in files] or ["tests/e2e"]
+    subprocess.run([*command, "--connector", connector, "--outcomes", str(fresh)], cwd=ROOT, check=False)
+    known |= {row["test"]: row for row in rows_of(fresh)}
+    fresh.unlink(missing_ok=True)
+    outcomes.write_text("".join(json.dumps(row) + "\n" for row in known.values()), encoding="utf-8")
 
 
-def cell(rows: list[dict[str, object]], fault: str) -> str:
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The outcomes in a file, one per test."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def cell(rows: list[dict[str, Any]], fault: str) -> str:
     """What one connector did with one fault."""
-    mine = [row for row in rows if fault in row["faults"]]  # type: ignore[operator]
+    mine = [row for row in rows if fault in row["faults"]]
     if not mine:
         return "not run"
     mine = [row for row in mine if row["outcome"] != "skipped"]
@@ -82,20 +101,20 @@ def _short(said: str) -> str:
 
 
 def table() -> str:
-    """The faults in lines, the connectors in columns."""
-    found = {}
-    for name in NAMES:
-        path = HERE / "results" / f"{name}.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        rows = [json.loads(line) for line in lines]
-        found[name] = [row for row in rows if "no pair to begin with" not in row["said"]]  # the machine was too busy
-    shown = [name for name, rows in found.items() if rows]
-    out = ["| fault | " + " | ".join(NAMES[name] for name in shown) + " |", "| --- |" + " --- |" * len(shown)]
+    """The faults in lines, the connectors and their paths in columns."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for column, (name, other) in COLUMNS.items():
+        rows = [
+            row for row in rows_of(HERE / "results" / f"{name}.jsonl") if not other or f"[{other}" not in row["test"]
+        ]
+        found[column] = [row for row in rows if "no pair to begin with" not in row["said"]]  # the machine was too busy
+    shown = [column for column, rows in found.items() if rows]
+    out = ["| fault | " + " | ".join(shown) + " |", "| --- |" + " --- |" * len(shown)]
     for fault, title in TITLES.items():
-        out.append(f"| {fault} {title} | " + " | ".join(cell(found[name], fault) for name in shown) + " |")
+        out.append(f"| {fault} {title} | " + " | ".join(cell(found[column], fault) for column in shown) + " |")
     totals = []
-    for name in shown:
-        judged = [row for row in found[name] if row["outcome"] != "skipped"]
+    for column in shown:
+        judged = [row for row in found[column] if row["outcome"] != "skipped"]
         totals.append(f"{sum(row['outcome'] == 'passed' for row in judged)} of {len(judged)} tests")
     return "\n".join([*out, "| **passed** | " + " | ".join(totals) + " |"])
 
@@ -103,10 +122,11 @@ def table() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connector", choices=sorted(NAMES), action="append", help="run this one (default: both)")
+    parser.add_argument("--file", action="append", default=[], help="run the tests of this file only")
     parser.add_argument("--table-only", action="store_true", help="run nothing, print what the last runs found")
     chosen = parser.parse_args()
     for name in () if chosen.table_only else chosen.connector or NAMES:
-        run(name)
+        run(name, chosen.file)
     text = table()
     page = HERE / "README.md"
     before, _, _ = page.read_text(encoding="utf-8").partition("<!-- table -->")

@@ -11,6 +11,7 @@ import ast
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -43,12 +44,14 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True)
 class Mutant:
-    """``key`` names it in a way that survives changes elsewhere: module, function, and what became of what."""
+    """``key`` names it in a way that survives changes elsewhere: module, function, and what became of what. ``code``
+    compiles it.
+    """
 
     key: str
     function: str
     line: int
-    code: CodeType
+    code: Callable[[], CodeType]
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], ast.AST]]]:
@@ -154,13 +157,17 @@ def mutants(source: str, module: str) -> Iterator[Mutant]:
         for site in _sites(function):
             for operator, change in _changes(site):
                 new = change(copy.copy(site))
-                code = _find(_compiled(tree, site, new, module), qualname, line)
-                assert code is not None
                 key = f"{module}:{qualname}: {operator}: {_short(site)} -> {_short(new)}"
                 seen[key] = seen.get(key, 0) + 1
                 if seen[key] > 1:
                     key += f" #{seen[key]}"
-                yield Mutant(key, qualname, site.lineno, code)
+                yield Mutant(key, qualname, site.lineno, partial(_code, tree, site, new, module, qualname, line))
+
+
+def _code(tree: ast.Module, old: ast.AST, new: ast.AST, module: str, qualname: str, line: int) -> CodeType:
+    code = _find(_compiled(tree, old, new, module), qualname, line)
+    assert code is not None
+    return code
 
 
 def _compiled(tree: ast.Module, old: ast.AST, new: ast.AST, module: str) -> CodeType:

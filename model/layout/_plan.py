@@ -269,7 +269,7 @@ def build(src: Placed, dst: Placed, dims: tuple[Dim, ...], row_bytes: int, start
 
     templates = []
     for loops, members in by_loops.items():
-        chosen = np.flatnonzero(np.isin(size_of, members))
+        chosen = np.arange(len(starts)) if len(by_loops) == 1 else np.flatnonzero(np.isin(size_of, members))
         count = steps[size_of[chosen]]
         runs = np.repeat(chosen, count)
         length = lengths[size_of[runs]]

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol.deadlines import NEVER
 from pushkv.model.protocol.errors import LocalProtocolError
@@ -17,20 +15,32 @@ from pushkv.model.protocol.states import RECEIVING, Receiving
 _FIRST = Receiving.UNSENT
 
 
-class Shard(msgspec.Struct, eq=False):
+class Shard:
     """One registration on one link."""
 
-    link: ReceiverLink
-    transfer: Expected
-    attempt: int = 0
-    registered_at: float = 0.0
-    asked: str = ""
-    state: Receiving = _FIRST
-    offered: bool = False
-    finished: bool = False
-    parts: set[int] = set()
-    parts_in_all: int = -1
-    tokens: int = 0
+    __slots__ = (
+        "asked",
+        "attempt",
+        "finished",
+        "link",
+        "offered",
+        "parts",
+        "parts_in_all",
+        "registered_at",
+        "state",
+        "tokens",
+        "transfer",
+    )
+
+    def __init__(self, link: ReceiverLink, transfer: Expected) -> None:
+        self.link, self.transfer = link, transfer
+        self.attempt = self.tokens = 0
+        self.registered_at = 0.0
+        self.asked = ""
+        self.state: Receiving = _FIRST
+        self.offered = self.finished = False
+        self.parts: set[int] = set()
+        self.parts_in_all = -1
 
     def move(self, event: str) -> None:
         try:
@@ -39,24 +49,36 @@ class Shard(msgspec.Struct, eq=False):
             raise LocalProtocolError(f"{event} of {self.transfer.transfer_id} in state {self.state}") from None
 
 
-class Expected(msgspec.Struct, eq=False):
+class Expected:
     """One transfer at this rank, over all the links that feed it; ``open``: shards that are not settled."""
 
-    transfer_id: str
-    tokens: int
-    packed: bool
-    fanout: int
-    memory: Any
-    open: int
-    exposed: bool = False
-    shards: list[Shard] = []
-    verdict: bool = False
-    settled: bool = False
-    requeue: bool = False
-    offered: bool = False
-    offered_finished: bool = False
-    reason: str = ""
-    due: float = NEVER
+    __slots__ = (
+        "due",
+        "exposed",
+        "fanout",
+        "memory",
+        "offered",
+        "offered_finished",
+        "open",
+        "packed",
+        "reason",
+        "requeue",
+        "settled",
+        "shards",
+        "tokens",
+        "transfer_id",
+        "verdict",
+    )
+
+    def __init__(self, transfer_id: str, tokens: int, packed: bool, fanout: int, memory: Any, links: int) -> None:
+        self.transfer_id, self.tokens, self.packed, self.fanout = transfer_id, tokens, packed, fanout
+        self.memory = memory
+        self.open = links
+        self.exposed = self.verdict = self.settled = self.requeue = False
+        self.offered = self.offered_finished = False
+        self.shards: list[Shard] = []
+        self.reason = ""
+        self.due: float = NEVER
 
 
 class ReceiverLink:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol.errors import LocalProtocolError
 from pushkv.model.protocol.messages import GAVE_WAY
@@ -25,29 +23,44 @@ WAITING, WANTING, HOLDING = Incoming.WAITING, Incoming.WANTING, Incoming.HOLDING
 YIELDING, READY, ENDING, DONE = Incoming.YIELDING, Incoming.READY, Incoming.ENDING, Incoming.DONE
 
 
-class _In(msgspec.Struct, eq=False):
+class _In:
     """A transfer that this engine's memory waits for."""
 
-    e: ev.Arrived
-    order: int
-    memory: Any
-    host_memory: bool
-    state: Incoming = WAITING
-    segments: tuple[int, ...] = ()
-    yields: int = 0
-    offered: set[int] = set()
-    finished: set[int] = set()
-    landed: set[int] = set()
-    settled: set[int] = set()
-    asked: bool = False
-    starved: bool = False
-    heir: str = ""
+    __slots__ = (
+        "asked",
+        "e",
+        "finished",
+        "heir",
+        "host_memory",
+        "landed",
+        "memory",
+        "offered",
+        "order",
+        "segments",
+        "settled",
+        "starved",
+        "state",
+        "yields",
+    )
+
+    def __init__(self, e: ev.Arrived, order: int) -> None:
+        self.e, self.order = e, order
+        self.memory: Any = e.memory
+        self.host_memory = e.memory is not None
+        self.state: Incoming = WAITING
+        self.segments: tuple[int, ...] = ()
+        self.yields = 0
+        self.offered: set[int] = set()
+        self.finished: set[int] = set()
+        self.landed: set[int] = set()
+        self.settled: set[int] = set()
+        self.asked = self.starved = False
+        self.heir = ""
 
     def reset(self) -> None:
         """As a new attempt begins."""
         self.offered, self.finished, self.landed, self.settled = set(), set(), set(), set()
         self.asked = self.starved = False
-        self.heir = ""
 
     def move(self, event: str) -> None:
         try:
@@ -56,12 +69,15 @@ class _In(msgspec.Struct, eq=False):
             raise LocalProtocolError(f"{event} of {self.e.transfer_id} in state {self.state}") from None
 
 
-class _Out(msgspec.Struct, eq=False):
+class _Out:
     """A transfer whose memory the host keeps for us."""
 
-    state: Outgoing = Outgoing.ACTIVE
-    sent: set[int] = set()
-    released: set[int] = set()
+    __slots__ = ("released", "sent", "state")
+
+    def __init__(self) -> None:
+        self.state: Outgoing = Outgoing.ACTIVE
+        self.sent: set[int] = set()
+        self.released: set[int] = set()
 
 
 class Ledger:
@@ -162,7 +178,7 @@ class Ledger:
                 out.append(ev.Free(e.transfer_id, e.memory))
             return
         self._order += 1
-        entry = self._in[e.transfer_id] = _In(e, self._order, e.memory, e.memory is not None)
+        entry = self._in[e.transfer_id] = _In(e, self._order)
         if entry.memory is not None:
             entry.move("expose")
         self._register(entry, self._ranks, out)
@@ -319,7 +335,6 @@ class Ledger:
         entry.move("resume")
         self._register(entry, sorted(entry.settled - entry.landed), out)
         entry.settled.clear()
-        entry.heir = ""
 
     def _requeue(self, entry: _In, out: Out) -> None:
         """What gave way is registered anew: it keeps its place in time, and waits behind what is finished."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Final
 
-import msgspec
-
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.model.protocol.deadlines import NEVER
@@ -25,45 +23,52 @@ CLAIMED: Final = 2
 BROKEN: Final = 3
 
 
-class Write(msgspec.Struct, eq=False):
+class Write:
     """One part of one shard on its way: packing, postable, claimed (active), broken (perhaps active)."""
 
-    handle: int
-    shard: Shard
-    part: int
-    start: int
-    stop: int
-    last: bool
-    bytes: int
-    stage: int = PACKING
-    due: float = NEVER
+    __slots__ = ("bytes", "due", "handle", "last", "part", "shard", "stage", "start", "stop")
+
+    def __init__(
+        self, handle: int, shard: Shard, part: int, start: int, stop: int, last: bool, bytes: int, stage: int
+    ) -> None:
+        self.handle, self.shard, self.part, self.start, self.stop, self.last = handle, shard, part, start, stop, last
+        self.bytes, self.stage = bytes, stage
+        self.due: float = NEVER
 
 
-class Shard(msgspec.Struct, eq=False):
-    """One attempt on one link."""
+class Shard:
+    """One attempt on one link: what ``m`` registers."""
 
-    link: SenderLink
-    outgoing: Transfer
-    attempt: int
-    tokens: int
-    packed: bool
-    memory: Any
-    state: Sending
-    planned: int = -1
-    parts: int = 0
-    done: int = 0
-    writes: dict[int, Write] = {}
-    notices: list[msg.Message] = []
-    waiting: bool = False
-    requeue: bool = False
-    closing: str = "fail"
-    reason: str = ""
+    __slots__ = (
+        "attempt",
+        "closing",
+        "done",
+        "link",
+        "memory",
+        "notices",
+        "outgoing",
+        "packed",
+        "parts",
+        "planned",
+        "reason",
+        "requeue",
+        "state",
+        "tokens",
+        "waiting",
+        "writes",
+    )
 
-    @classmethod
-    def of(cls, link: SenderLink, outgoing: Transfer, m: msg.Register) -> Shard:
-        """The shard that ``m`` registers."""
-        state = _WITHOUT_MEMORY if m.memory is None else _WITH_MEMORY
-        return cls(link, outgoing, m.attempt, m.tokens, m.packed, m.memory, state)
+    def __init__(self, link: SenderLink, outgoing: Transfer, m: msg.Register) -> None:
+        self.link, self.outgoing = link, outgoing
+        self.attempt, self.tokens, self.packed = m.attempt, m.tokens, m.packed
+        self.memory: Any = m.memory
+        self.state: Sending = _WITHOUT_MEMORY if m.memory is None else _WITH_MEMORY
+        self.planned = -1
+        self.parts = self.done = 0
+        self.writes: dict[int, Write] = {}
+        self.notices: list[msg.Message] = []
+        self.waiting = self.requeue = False
+        self.closing, self.reason = "fail", ""
 
     def move(self, event: str) -> None:
         try:
@@ -79,29 +84,42 @@ class Shard(msgspec.Struct, eq=False):
         return count
 
 
-class Transfer(msgspec.Struct, eq=False):
+class Transfer:
     """One transfer at this rank: the prefill and the shards that read it."""
 
-    transfer_id: str
-    begun: bool = False
-    started: bool = False
-    final: bool = False
-    chunked: bool = False
-    overdue: bool = False
-    tokens: int = 0
-    computed: int = 0
-    bytes_per_token: int = 0
-    peer: str = ""
-    fanout: int = 1
-    shards: dict[ev.Link, Shard] = {}
-    open: int = 0
-    closed: int = 0
-    readers: int = 0
-    ended: bool = False
-    told: bool = False
-    released: bool = False
-    reason: str = ""
-    due: float = NEVER
+    __slots__ = (
+        "begun",
+        "bytes_per_token",
+        "chunked",
+        "closed",
+        "computed",
+        "due",
+        "ended",
+        "fanout",
+        "final",
+        "open",
+        "overdue",
+        "peer",
+        "readers",
+        "reason",
+        "released",
+        "shards",
+        "started",
+        "tokens",
+        "told",
+        "transfer_id",
+    )
+
+    def __init__(self, transfer_id: str) -> None:
+        self.transfer_id = transfer_id
+        self.begun = self.started = self.final = self.chunked = self.overdue = False
+        self.ended = self.told = self.released = False
+        self.tokens = self.computed = self.bytes_per_token = 0
+        self.open = self.closed = self.readers = 0
+        self.fanout = 1
+        self.peer = self.reason = ""
+        self.shards: dict[ev.Link, Shard] = {}
+        self.due: float = NEVER
 
 
 class SenderLink:

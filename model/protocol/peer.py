@@ -49,6 +49,7 @@ class Peer:
         self._heard = 0.0
         self._greet_s = settings.greet_s
         self._asked_from = self._asked = 0
+        """The first and the last number asked of whoever is there now; 0: nothing was asked yet."""
         self._greeted: msg.Welcome | None = None
         self._answer = 0
         self._doubted = -NEVER
@@ -85,7 +86,7 @@ class Peer:
             self._retry()
             self._heard = now
             self._greet_s = self._set.greet_s
-            self._asked_from = self._asked + 1
+            self._asked_from = 0
             self._greet(now, out)
         elif self.state is UP and self.wake_at == NEVER:
             self._heard = now
@@ -104,6 +105,7 @@ class Peer:
 
     def _hello(self, out: Out) -> None:
         self._asked = next(self._numbers)
+        self._asked_from = self._asked_from or self._asked
         out.append(
             ev.Send(self.link, msg.Hello(self._me, self.incarnation, self._asked, self._floor(self.link), self._facts))
         )
@@ -138,7 +140,7 @@ class Peer:
         """
         if m.src == self.incarnation:
             self.floor = max(self.floor, m.floor)
-        if not self._asked_from <= m.echo <= self._asked:
+        if not 0 < self._asked_from <= m.echo <= self._asked:
             return False
         if self.state is GREETING:
             if m.refusal:
@@ -156,7 +158,7 @@ class Peer:
     def _connect(self, incarnation: int, answer: int, floor: int, facts: bytes, out: Out) -> None:
         self.move("greeted")
         self.incarnation, self._answer, self.floor = incarnation, answer, floor
-        self._asked_from = self._asked + 1
+        self._asked_from = 0
         self.wake_at = NEVER
         out.append(ev.Connect(self.link, incarnation, facts))
 

@@ -65,11 +65,7 @@ class Sender(Shards):
             raise LocalProtocolError(f"claim of handle {handle}, which is packing or was claimed before")
         shard = write.shard
         never_posted = shard.state is GRANTED
-        if (
-            (never_posted and shard.outgoing.due <= now)
-            or not (never_posted or shard.state is WRITING)
-            or not shard.link.up
-        ):
+        if (never_posted and shard.outgoing.due <= now) or not (never_posted or shard.state is WRITING):
             return False
         shard.move("claim")
         write.stage = CLAIMED
@@ -124,7 +120,11 @@ class Sender(Shards):
         attempt = m.attempt
         if attempt in state.seen:
             self._count("register_again")
-            self._repeat(state, attempt, out)
+            waits = state.live.get(attempt)
+            if waits is None:
+                self._repeat(state, attempt, out)
+            elif waits.memory is None and m.memory is not None:
+                self._granted(waits, m.memory, out)  # its grant came before it, or not at all
             return
         state.seen.add(attempt)
         if m.lowest > 1:
@@ -161,7 +161,7 @@ class Sender(Shards):
         if older is not None and older.state not in SENDING_CLOSED:
             older.requeue = True
             self._stop(older, "cancel", "superseded", out)
-        shard = Shard.of(state, outgoing, m)
+        shard = Shard(state, outgoing, m)
         outgoing.shards[link] = shard
         outgoing.open += 1
         state.live[attempt] = shard
@@ -174,9 +174,7 @@ class Sender(Shards):
         if shard is None or shard.memory is not None or m.memory is None:
             self._count("grant_ignored")
             return
-        shard.memory = m.memory
-        shard.move("grant")
-        self._pump(shard, out)
+        self._granted(shard, m.memory, out)
 
     def on_cancel(self, link: ev.Link, m: msg.Cancel, now: float, out: Out) -> None:
         """Stop and answer; a registration never seen is refused from now on (E4), and its prefill is not waited for."""

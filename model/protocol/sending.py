@@ -6,11 +6,12 @@ The lower half of ``sender``: no event arrives here. Every shard ends in ``_clos
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from typing import Any
 
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.model.protocol.deadlines import Alarm, Deadlines
-from pushkv.model.protocol.outgoing import CLAIMED, POSTABLE, SenderLink, Shard, Transfer, Write
+from pushkv.model.protocol.outgoing import CLAIMED, PACKING, POSTABLE, SenderLink, Shard, Transfer, Write
 from pushkv.model.protocol.settings import Settings
 from pushkv.model.protocol.staging import Staging
 from pushkv.model.protocol.states import SENDING_CLOSED, Sending
@@ -49,6 +50,11 @@ class Shards:
             self._offer(shard, out)
         self._pump(shard, out)
 
+    def _granted(self, shard: Shard, memory: Any, out: Out) -> None:
+        shard.memory = memory
+        shard.move("grant")
+        self._pump(shard, out)
+
     def _offer(self, shard: Shard, out: Out) -> None:
         outgoing, link = shard.outgoing, shard.link
         out.append(
@@ -56,9 +62,9 @@ class Shards:
         )
 
     def _pump(self, shard: Shard, out: Out) -> None:
-        """Plan the parts that can leave now."""
+        """Plan the parts that can leave now. (Where a link is down no shard is in a state to send.)"""
         state = shard.state
-        if (state is not GRANTED and state is not WRITING) or not shard.link.up:
+        if state is not GRANTED and state is not WRITING:
             return
         outgoing = shard.outgoing
         if shard.planned < 0:
@@ -83,9 +89,8 @@ class Shards:
                     self.short.append(shard)
                     return
             self._handles += 1
-            write = Write(
-                self._handles, shard, shard.parts, start, stop, stop == outgoing.tokens, (stop - start) * size
-            )
+            last, stage = stop == outgoing.tokens, PACKING if shard.packed else POSTABLE
+            write = Write(self._handles, shard, shard.parts, start, stop, last, (stop - start) * size, stage)
             shard.planned = stop
             shard.parts += 1
             shard.writes[write.handle] = self._writes[write.handle] = write
@@ -93,7 +98,6 @@ class Shards:
                 outgoing.readers += 1
                 out.append(ev.Pack(write.handle, outgoing.transfer_id, shard.link.key, start, stop))
             else:
-                write.stage = POSTABLE
                 self._post(write, out)
 
     def _post(self, write: Write, out: Out) -> None:
@@ -188,6 +192,7 @@ class Shards:
         if over and self._transfers.get(outgoing.transfer_id) is outgoing:
             del self._transfers[outgoing.transfer_id]
             self._leases.disarm(outgoing)
+            outgoing.shards = {}  # they name each other: so that they are freed at once
             self._remember(outgoing.transfer_id, outgoing.reason or "handed over before")
 
     def _read_later(self, outgoing: Transfer) -> bool:
@@ -245,8 +250,6 @@ class Shards:
 
     def _repeat(self, link: SenderLink, attempt: int, out: Out) -> None:
         """Say the outcome of a closed registration again; one that is forgotten has failed: nothing of it is active."""
-        if attempt in link.live:
-            return
         notices = link.tombstones.get(attempt)
         if notices is None:
             notices = [msg.Failed(self._me, link.incarnation, attempt, msg.FORGOTTEN)]

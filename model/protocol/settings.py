@@ -48,6 +48,10 @@ class Settings:
     """Sender: packed bytes that wait for the wire or are on it, per rank."""
     staging_share: float = 0.5
     """Sender: the part of staging that one peer may hold, so that a stalled peer leaves room for the others."""
+    part_bytes: int = 1 << 62
+    """Sender: bytes of a packed part at the most; small parts are packed, on the wire and told of at the
+    same time. By default only staging bounds a part.
+    """
     landing_segments: int = 1024
     """Ledger: segments of landing memory per rank."""
     yields: int = 4
@@ -62,7 +66,7 @@ class Settings:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not value > 0 or value != value:
+            if not value > 0:  # nor is a NaN
                 raise ValueError(f"{field.name} must be positive, got {value}")
         if self.suspect_after_s <= 2 * self.beat_s:
             raise ValueError(

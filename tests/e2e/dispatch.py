@@ -110,11 +110,12 @@ class Client:
         request_id: str | None = None,
         stream: bool = False,
         chat: bool = False,
+        dp_rank: int | None = None,
         **more: Any,
     ) -> Answer:
         """One request, one answer. Cancelling the task closes the connection: vLLM aborts the request."""
         answers = await self.complete_all(
-            server, prompt, tokens, params, request_id=request_id, stream=stream, chat=chat, **more
+            server, prompt, tokens, params, request_id=request_id, stream=stream, chat=chat, dp_rank=dp_rank, **more
         )
         return answers[0]
 
@@ -128,6 +129,7 @@ class Client:
         request_id: str | None = None,
         stream: bool = False,
         chat: bool = False,
+        dp_rank: int | None = None,
         **more: Any,
     ) -> list[Answer]:
         """One request with all its choices (``n``, several prompts); a list of one where it failed."""
@@ -141,6 +143,8 @@ class Client:
             body["kv_transfer_params"] = params
         body |= {"stream": stream, **more}
         headers = {"X-Request-Id": request_id} if request_id else {}
+        if dp_rank is not None:
+            headers["X-data-parallel-rank"] = str(dp_rank)
         url = server.url + ("/v1/chat/completions" if chat else "/v1/completions")
         began = time.monotonic()
         answers: dict[int, Answer] = {}

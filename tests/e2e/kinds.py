@@ -24,6 +24,7 @@ class Knobs:
     """
 
     path: str = "packed"
+    """``packed``, ``chunk`` (packed, and each chunk leaves as it is computed) or ``direct``."""
     lease_s: float = 60.0
     """P gives up a finished prefill that nobody fetched."""
     dead_peer_s: float = 20.0
@@ -42,6 +43,8 @@ class Knobs:
     trace: bool = True
     faulty: bool = False
     """Load the connector through ``faulty.py``, so that a test can hold or break writes."""
+    beside: bool = False
+    """Under a ``MultiConnector``, beside vLLM's connector that stores prompts on disk."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further settings, spelt as the connector spells them."""
 
@@ -64,7 +67,8 @@ class Kind:
         found: dict[str, Any] = {
             "host": HOST,
             "port": port,
-            "path": knobs.path,
+            "path": "packed" if knobs.path == "chunk" else knobs.path,
+            "overlap": "chunk" if knobs.path == "chunk" else "none",
             "lease_s": knobs.lease_s,
             "dead_peer_s": knobs.dead_peer_s,
             "beat_s": 0.3,
@@ -81,7 +85,7 @@ class Kind:
 
     def spec(self, name: str, model: Path, folder: Path, knobs: Knobs, **settings: Any) -> Spec:
         """A server ``P...`` (prefill) or ``D...`` (decode) with this connector."""
-        ports = free_ports(settings.get("tp", 1))
+        ports = free_ports(settings.get("tp", 1) * settings.get("dp", 1))
         port = ports[0]
         environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         transfer: dict[str, Any] = {
@@ -99,6 +103,14 @@ class Kind:
             environment["PYTHONPATH"] = str(HERE / "plugins")
         if module is not None:
             transfer["kv_connector_module_path"] = module
+        if knobs.beside:
+            store = {"shared_storage_path": str(folder / f"{name}.store")}
+            other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": store}
+            own = {key: transfer[key] for key in ("kv_role", "engine_id", "kv_load_failure_policy")}
+            del transfer["engine_id"]  # vLLM gives it to both
+            transfer = {"kv_connector": "MultiConnector", **own} | {
+                "kv_connector_extra_config": {"connectors": [transfer, other]}
+            }
         return Spec(
             name, model, folder, transfer=transfer, environment=environment, side_ports=tuple(ports), **settings
         )
@@ -107,6 +119,6 @@ class Kind:
 KINDS = {
     "vllm": Kind("vllm", "NixlPushConnector", None, ("direct",), "FaultyNixlPushConnector"),
     "pushkv": Kind(
-        "pushkv", "PushConnector", "pushkv.reference.connector", ("packed", "direct"), "FaultyPushConnector"
+        "pushkv", "PushConnector", "pushkv.reference.connector", ("packed", "chunk", "direct"), "FaultyPushConnector"
     ),
 }

@@ -6,6 +6,7 @@ log-probabilities of the answer, and ``tests/e2e/answers.py`` says how far two a
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -60,4 +61,30 @@ def make_model(folder: Path = FOLDER, seed: int = 7) -> Path:
     )
     Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder)
     done.touch()
+    return folder
+
+
+def make_adapter(model: Path, name: str = "lora", seed: int = 11) -> Path:
+    """Save a random LoRA adapter of the model beside it: it changes every key and value."""
+    folder = model / f"adapter-{name}"
+    if (folder / "complete").is_file():
+        return folder
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    dice, rank = torch.Generator().manual_seed(seed), 4
+    tensors = {}
+    for layer in range(4):
+        for part, width in (("q_proj", 128), ("k_proj", 64), ("v_proj", 64)):
+            key = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(rank, 128, generator=dice) * 0.2
+            tensors[f"{key}.lora_B.weight"] = torch.randn(width, rank, generator=dice) * 0.2
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "lora_dropout": 0.0,
+        "bias": "none", "target_modules": ["q_proj", "k_proj", "v_proj"], "base_model_name_or_path": str(model),
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "complete").touch()
     return folder

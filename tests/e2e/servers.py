@@ -76,6 +76,8 @@ class Spec:
     """Blocks in the KV cache (``--num-gpu-blocks-override``)."""
     max_seqs: int = 16
     tp: int = 1
+    dp: int = 1
+    """Data-parallel engines behind one address."""
     batch_tokens: int = 2048
     max_tokens: int = 2048
     """Longest prompt and answer together."""
@@ -84,7 +86,7 @@ class Spec:
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     side_ports: tuple[int, ...] = ()
-    """Where its side channel listens; the first is rank 0's."""
+    """Where its side channel listens: rank 0's, rank 1's ..., then those of the next data-parallel engine."""
 
     @property
     def engine_id(self) -> str:
@@ -122,6 +124,8 @@ class Server:
         command += ["--num-gpu-blocks-override", str(spec.blocks), *spec.arguments]
         if spec.tp > 1:
             command += ["--tensor-parallel-size", str(spec.tp)]
+        if spec.dp > 1:
+            command += ["--data-parallel-size", str(spec.dp)]
         if spec.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(spec.transfer)]
         return command

@@ -100,7 +100,7 @@ def test_a_machine_that_takes_a_wrong_turn_says_where() -> None:
     with pytest.raises(LocalProtocolError, match="landed of t in state unsent"):
         Incoming(Link(LINK, 0), transfer).move("landed")
     with pytest.raises(LocalProtocolError, match="claim of t in state registered"):
-        Outgoing.of(SenderLink(LINK, YOU, 0, 8), Transfer("t"), REGISTER).move("claim")
+        Outgoing(SenderLink(LINK, YOU, 0, 8), Transfer("t"), REGISTER).move("claim")
     with pytest.raises(LocalProtocolError, match=r"heard of link .* in state cold"):
         Peer(LINK, ME, b"", SETTINGS, lambda link: 0, iter(())).move("heard")
 
@@ -259,3 +259,13 @@ def test_the_bounds_are_formulas_of_the_settings() -> None:
     assert SETTINGS.receiver_verdict_s == (SETTINGS.yields + 1) * SETTINGS.wait_s
     assert SETTINGS.dead_peer_verdict_s == SETTINGS.suspect_after_s + SETTINGS.beat_s
     assert SETTINGS.sender_verdict_s == SETTINGS.lease_s + SETTINGS.write_s
+
+
+def test_a_process_that_is_gone_before_the_link_is_up_leaves_nothing() -> None:
+    """E2: it has greeted, the transport is being made, and the operating system tells of its death."""
+    made = Endpoint(ME, SETTINGS)
+    assert said(made, heard(msg.Hello(YOU, 0, 1))) == [ev.Connect(LINK, YOU, b"")]
+    assert said(made, ev.ProcessGone(LINK, YOU)) == []
+    assert said(made, ev.Connected(LINK, YOU), now=SETTINGS.drain_s / 2) == []
+    assert said(made, now=SETTINGS.drain_s) == [ev.Disconnect(LINK, YOU)]
+    assert made.peers == {} and made.wake_at == float("inf")

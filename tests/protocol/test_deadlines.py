@@ -54,7 +54,7 @@ def test_it_is_bounded_by_what_is_armed() -> None:
     for at in range(10_000):
         deadlines.arm(record, float(at))
         deadlines.arm(record, float(at))
-        assert len(deadlines) <= 2 * deadlines.armed + 65
+        assert len(deadlines) <= 2 * deadlines.armed + 64
     assert deadlines.pop_due(9998.0) is None
     assert deadlines.pop_due(9999.0) is record
     assert deadlines.pop_due(9999.0) is None
@@ -65,3 +65,13 @@ def test_equal_times_fire_in_the_order_of_arming() -> None:
     for record in reversed(records):
         deadlines.arm(record, 1.0)
     assert [deadlines.pop_due(1.0) for _ in records] == records[::-1]
+
+
+def test_what_is_armed_outlives_what_was_disarmed() -> None:
+    """Also when the stale ones are so many that they are cleared out."""
+    deadlines, one, other = Deadlines[Record](), Record(0), Record(1)
+    deadlines.arm(one, 7.0)
+    for at in range(300, 100, -1):
+        deadlines.arm(other, float(at))
+        assert deadlines.next_at() == 7.0
+    assert [deadlines.pop_due(1e3), deadlines.pop_due(1e3), deadlines.pop_due(1e3)] == [one, other, None]

@@ -87,3 +87,124 @@ def test_what_a_sender_gave_back_goes_to_a_finished_prefill_of_its() -> None:
         done(ledger, arrived(name, peer), offered(name, finished))
     done(ledger, ev.FromRank(0, ev.Broken("v", GAVE_WAY)))
     assert done(ledger, ev.FromRank(0, ev.Settled("v")))[0] == ev.TakeBack("v", (1,), "ready")
+
+
+def test_what_is_ready_may_be_aborted() -> None:
+    """It has landed everywhere: its memory is the host's, and landing memory comes back."""
+    ledger = Ledger(replace(SETTINGS, landing_segments=4))
+    assert ledger.segments == 4
+    done(ledger, arrived("t", segments=3), offered("t"), arrived("u", memory=(1, 2)))
+    assert ledger.landing_free == 1
+    ready = done(ledger, ev.FromRank(0, ev.Landed("t")), ev.FromRank(0, ev.Landed("u")))
+    assert ready == [ev.Ready("t", (2, 1, 0)), ev.Ready("u", (1, 2))]
+    assert ledger.expects("t") and not ledger.expects("v")
+    assert done(ledger, ev.Aborted("t"), ev.Aborted("u")) == []
+    assert not ledger.expects("t")
+    assert ledger.landing_free == 4 and ledger.open() == (0, 0) and ledger.quarantined() == 0
+    assert done(ledger, ev.Aborted("t")) == []
+
+
+def test_starving_is_heard_of_those_that_were_asked() -> None:
+    """Rule 8: word that there is no memory, for what is over or has not been offered, makes nobody give way."""
+    ledger = Ledger(SETTINGS)
+    for name in ("v", "heir"):
+        done(ledger, arrived(name), offered(name, name == "heir"))
+    done(ledger, ev.Allocated("v", (1,)), arrived("waits"), ev.Aborted("heir"))
+    assert done(ledger, ev.Starved("heir"), ev.Starved("waits"), ev.Starved("nobody")) == []
+    assert yielding(done(ledger, offered("waits", True), ev.Starved("waits"))) == ["v"]
+
+
+def test_only_so_often_gives_one_way() -> None:
+    """Rule 8: where its host takes memory up again by itself."""
+    ledger = Ledger(replace(SETTINGS, yields=1))
+    done(ledger, arrived("v"), ev.Allocated("v", (1,)), arrived("heir"), offered("heir", True))
+    assert yielding(done(ledger, ev.Starved("heir"))) == ["v"]
+    done(ledger, ev.FromRank(0, ev.Settled("v")), ev.Allocated("v", (1,)))
+    assert yielding(done(ledger, ev.Starved("heir"))) == []
+    out = done(ledger, ev.FromRank(0, ev.Broken("v", GAVE_WAY)))
+    assert out[0] == ev.Fail("v", "gave way too often", False)
+
+
+def test_each_heir_has_its_own() -> None:
+    """Rule 8: that another waits for somebody to give way is no reason to wait for him as well."""
+    ledger = Ledger(SETTINGS)
+    for name in ("v1", "v2"):
+        done(ledger, arrived(name), offered(name), ev.Allocated(name, (1,)))
+    for name in ("one", "two"):
+        done(ledger, arrived(name), offered(name, True))
+    assert yielding(done(ledger, ev.Starved("one"))) == ["v2"]
+    assert yielding(done(ledger, ev.Starved("two"))) == ["v1"]
+
+
+def test_what_a_sender_gives_back_may_have_no_heir() -> None:
+    """Said by one rank after the other: heard once."""
+    ledger = Ledger(SETTINGS, 2)
+    done(ledger, arrived("v", ranks=2), *[offered("v", rank=rank) for rank in (0, 1)], ev.Allocated("v", (1,)))
+    assert yielding(done(ledger, ev.FromRank(0, ev.Broken("v", GAVE_WAY)))) == ["v"]
+    assert done(ledger, ev.FromRank(1, ev.Broken("v", GAVE_WAY))) == []
+    settled = done(ledger, *[ev.FromRank(rank, ev.Settled("v")) for rank in (0, 1)])
+    assert settled[0] == ev.TakeBack("v", (1,), "")
+
+
+def test_what_wants_nothing_has_nothing_to_give() -> None:
+    ledger = Ledger(SETTINGS)
+    links = ((("P", 0),),)
+    for name, tokens in (("one", 1), ("none", 0)):
+        done(ledger, ev.Arrived(name, "P", links, tokens, False), offered(name), ev.Allocated(name, (tokens,)))
+    done(ledger, arrived("heir"), offered("heir", True))
+    assert yielding(done(ledger, ev.Starved("heir"))) == ["one"]
+
+
+def test_hunger_counts_when_the_prefill_is_finished() -> None:
+    """Rule 8: one that waited before its prefill had ended has somebody give way when it has."""
+    ledger = Ledger(SETTINGS)
+    done(ledger, arrived("v"), offered("v"), ev.Allocated("v", (1,)))
+    assert done(ledger, arrived("heir"), offered("heir"))[-1] == ev.Admit("heir")
+    assert done(ledger, ev.Starved("heir"), offered("heir")) == []
+    assert yielding(done(ledger, offered("heir", True))) == ["v"]
+
+
+def test_memory_is_asked_for_when_all_ranks_offer() -> None:
+    ledger = Ledger(SETTINGS, 2)
+    done(ledger, arrived("t", ranks=2))
+    assert done(ledger, offered("t"), offered("t")) == []
+    assert done(ledger, offered("t", rank=1)) == [ev.Admit("t")]
+    done(ledger, ev.Aborted("t"), *[ev.FromRank(rank, ev.Settled("t")) for rank in (0, 1)])
+    assert done(ledger, offered("t", True)) == []
+
+
+def test_who_waits_for_room_is_not_overtaken() -> None:
+    """Nor by another peer's, where one peer may have it all."""
+    ledger = Ledger(replace(SETTINGS, landing_segments=4, landing_share=1.0))
+    done(ledger, arrived("a", segments=3), offered("a"))
+    done(ledger, arrived("b", segments=2), offered("b"), arrived("c", "Q", segments=1), offered("c"))
+    assert ledger.landing_free == 1
+    assert exposed(done(ledger, ev.FromRank(0, ev.Landed("a")), ev.Loaded("a"))) == ["b", "c"]
+
+
+def test_one_that_is_larger_than_its_peers_share_goes_alone() -> None:
+    ledger = Ledger(replace(SETTINGS, landing_segments=8, landing_share=0.5))
+    assert exposed(done(ledger, arrived("a", segments=6), offered("a"))) == ["a"]
+    assert exposed(done(ledger, arrived("b", segments=1), offered("b"))) == []
+
+
+def test_quarantine_bars_direct_transfers_only() -> None:
+    """What lands in landing memory is safe whatever that peer still writes."""
+    ledger = Ledger(replace(SETTINGS, quarantine_per_peer=1))
+    done(ledger, arrived("a", memory=(1,)), ev.Aborted("a"))
+    assert done(ledger, arrived("direct"))[0] == ev.Fail("direct", "too much in quarantine with this peer", True)
+    assert isinstance(done(ledger, arrived("packed", segments=1))[0], ev.ToRank)
+    assert isinstance(done(ledger, arrived("other", "Q"))[0], ev.ToRank)
+
+
+def test_all_ranks_must_have_sent_and_let_go() -> None:
+    """F30: the host may free the source when the last of its ranks has let go of it."""
+    ledger = Ledger(SETTINGS, 2)
+    done(ledger, ev.Hold("t", 4))
+    sent, released = (
+        [ev.FromRank(rank, report) for rank in (0, 1)] for report in (ev.Sent("t", True, ""), ev.Released("t"))
+    )
+    assert done(ledger, sent[0], released[0]) == []
+    assert done(ledger, released[1]) == [ev.Release("t")]
+    assert done(ledger, sent[1]) == [ev.Finished("t", True, "")]
+    assert ledger.open() == (0, 0) and ledger.steps == 4

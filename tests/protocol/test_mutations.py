@@ -43,6 +43,9 @@ def test_what_survives_or_only_crashes_is_no_catch() -> None:
     def other(seed: int) -> None:
         raise Violation("I1: another")
 
+    def unsound(seed: int) -> None:
+        raise Violation("I2: with the mutant or without")
+
     def found(trial: Any) -> Mutant:
         return Mutant("m", lambda patch: None, trial, ("I2",), ("F01",), "")
 
@@ -51,3 +54,5 @@ def test_what_survives_or_only_crashes_is_no_catch() -> None:
         hunt(found(crash))
     with pytest.raises(AssertionError, match="another property"):
         hunt(found(other))
+    with pytest.raises(AssertionError, match="without the mutant: I2"):
+        hunt(found(unsound))

@@ -146,6 +146,56 @@ def test_4_the_verdict_falls_at_full_count() -> None:
     assert [name for _, name in verdicts(world, "D")] == ["Fail"]
 
 
+LATE_S = 0.5
+
+
+def _loads(mode: str, late: int = 0, lost: int = 0) -> tuple[float, list[tuple[float, Any]]]:
+    """When a prompt has loaded whose word number ``late`` takes ``LATE_S`` longer and of which ``lost`` does not arrive
+    (s), and all words with the times when they were said.
+    """
+    world = steady()
+    world.request("packed", "P", "D", 4, 4)
+    world.run(8.0)
+    said: list[tuple[float, Any]] = []
+    began, send = world.now, world.network.send
+
+    def unkind(source: ev.Link, target: ev.Link, message: msg.Message) -> None:
+        said.append((world.now - began, message))
+        if len(said) == late:
+            world.at(LATE_S, send, source, target, message)
+        elif len(said) != lost:
+            send(source, target, message)
+
+    world.network.send = unkind  # type: ignore[method-assign]
+    request = world.request(mode, "P", "D", 8, 8)
+    while not request.outcome:
+        world.run(0.01)
+    assert request.outcome == "loaded"
+    return world.now - began, said
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_4_a_lost_word_costs_a_beat(mode: str) -> None:
+    """F19: whichever it is."""
+    calm_s, words = _loads(mode)
+    assert len(words) >= 2
+    for number in range(1, len(words) + 1):
+        assert _loads(mode, lost=number)[0] < calm_s + SETTINGS.beat_s + 0.2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_4_a_beat_has_each_thing_said_twice(mode: str) -> None:
+    """A word is overtaken, so the first beat has what it was about said again; of that one may be lost. (A grant that
+    overtook its registration was once said in the repeated grant alone.)
+    """
+    calm_s, words = _loads(mode)
+    for late in range(1, len(words) + 1):
+        _, repeated = _loads(mode, late)
+        for number, (at, word) in enumerate(repeated, 1):
+            if at > SETTINGS.beat_s and isinstance(word, (msg.Register, msg.Grant)):
+                assert _loads(mode, late, number)[0] < calm_s + LATE_S + SETTINGS.beat_s + 0.2
+
+
 # ---------------------------------------------------------------- 5 bounded verdict
 
 

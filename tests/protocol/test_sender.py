@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pushkv.model.protocol import Endpoint
+import pytest
+
+from pushkv.model.protocol import GAVE_WAY, Endpoint, LocalProtocolError
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.sim.explore.world import SETTINGS
@@ -55,6 +57,29 @@ def test_a_cancel_that_overtakes_its_registration_is_kept() -> None:
     assert said(made, ev.Begin("t", 4)) == [ev.Sent("t", False, "cancelled"), ev.Released("t")]
 
 
+def test_a_repeated_registration_brings_its_grant() -> None:
+    """Once: what is repeated further, or comes without memory, changes nothing."""
+    made = endpoint()
+    bare = msg.Register(YOU, ME, 1, "t", 4, 1, False, 1)
+    made.step([ev.Begin("t", 4), heard(bare), ev.Computed("t", 4, True)], 0.0, [])
+    assert said(made, heard(bare)) == []
+    assert said(made, register(1)) == [ev.Post(1, "t", LINK, 0, 4, False, (1,))]
+    assert said(made, register(1), heard(msg.Grant(YOU, ME, 1, (1,))), heard(bare)) == []
+    assert made.sender.counters == {"register_again": 4, "grant_ignored": 1}
+
+
+def test_a_beat_repeats_every_part_that_is_lacking() -> None:
+    """F19: the first as well as the last."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4, 1, True), register(1, packed=True), ev.Computed("t", 2, False)], 0.0, [])
+    made.step([ev.Packed(1), ev.Computed("t", 3, False), ev.Packed(2)], 0.0, [])
+    for handle in (1, 2):
+        assert made.sender.claim(handle, 0.0)
+        made.step([ev.WriteDone(handle)], 0.0, [])
+    lacking = msg.Beat(YOU, ME, 0, 0, 1, 1, (msg.Ask(1, msg.ASK_GRANTED, 0),))
+    assert said(made, heard(lacking)) == [msg.Written(ME, YOU, 1, 0, 2, False), msg.Written(ME, YOU, 1, 1, 1, False)]
+
+
 def test_a_beat_repeats_the_parts_that_were_lost() -> None:
     """F19: also of what is still under way."""
     made = endpoint()
@@ -72,7 +97,12 @@ def test_what_lies_below_the_lowest_open_is_seen() -> None:
     """A registration that comes after its receiver has closed it opens nothing."""
     made = endpoint()
     made.step([register(5, lowest=5)], 0.0, [])
-    assert said(made, register(2, "late")) == [msg.Failed(ME, YOU, 2, msg.FORGOTTEN)]
+    for late in (2, 4):
+        assert said(made, register(late, "late")) == [msg.Failed(ME, YOU, late, msg.FORGOTTEN)]
+    made = endpoint()
+    made.step([register(3, lowest=2)], 0.0, [])
+    assert said(made, register(1, "late")) == [msg.Failed(ME, YOU, 1, msg.FORGOTTEN)]
+    assert said(made, register(2, "open")) == []
 
 
 def test_as_many_notices_are_kept_as_the_settings_say() -> None:
@@ -108,3 +138,238 @@ def test_words_of_strangers_and_for_others_are_counted() -> None:
     made.step([heard(msg.Grant(YOU, ME, 1, (1,)), ("X", 0)), heard(msg.Grant(9, ME, 1, (1,)))], 0.0, [])
     made.step([heard(msg.Grant(YOU, 9, 1, (1,))), heard(msg.Welcome(YOU, ME, 1), ("Y", 0))], 0.0, [])
     assert made.counters == {"stranger": 3, "misdirected": 1}
+
+
+def test_a_handle_says_what_it_is_about() -> None:
+    """Registration, number among the parts, and the first token that is wanted; not of one that is over."""
+    made = endpoint()
+    wanted = msg.Register(YOU, ME, 3, "t", 4, 1, True, 1, (1,))
+    made.step([ev.Begin("t", 10, 1, True), heard(wanted), ev.Computed("t", 8, False)], 0.0, [])
+    made.step([ev.Computed("t", 10, True)], 0.0, [])
+    assert [made.sender.about(handle) for handle in (1, 2)] == [(3, 0, 6), (3, 1, 6)]
+    made.step([heard(msg.Cancel(YOU, ME, 3, "t")), ev.Packed(1)], 0.0, [])
+    with pytest.raises(LocalProtocolError, match="handle 1 is not open"):
+        made.sender.about(1)
+    assert made.sender.about(2) == (3, 1, 6)
+
+
+# ---------------------------------------------------------------- beats
+
+
+def beat(lowest: int, *open_: msg.Ask) -> ev.Received:
+    return heard(msg.Beat(YOU, ME, 0, 0, 9, lowest, open_))
+
+
+def test_a_registration_that_a_beat_finds_lost_is_taken_when_it_comes() -> None:
+    """It is the lowest that is open, so all below it are seen, and it is not."""
+    made = endpoint()
+    made.step([beat(2, msg.Ask(2, msg.ASK_REGISTERED, 0))], 0.0, [])
+    assert said(made, register(1, "late")) == [msg.Failed(ME, YOU, 1, msg.FORGOTTEN)]
+    assert said(made, register(2)) == []
+
+
+def test_a_beat_has_an_offer_made_again_that_was_lost() -> None:
+    """Begun to whom has heard of none, finished to whom has heard that it has begun."""
+    made = endpoint()
+    bare = heard(msg.Register(YOU, ME, 1, "t", 4, 1, False, 1))
+    registered, offered = (beat(1, msg.Ask(1, stage, 0)) for stage in (msg.ASK_REGISTERED, msg.ASK_OFFERED))
+    made.step([ev.Begin("t", 4), bare], 0.0, [])
+    assert said(made, registered) == []
+    made.step([ev.Computed("t", 2, False)], 0.0, [])
+    assert said(made, registered) == [msg.Offer(ME, YOU, 1, 4, False)]
+    assert said(made, offered) == []
+    made.step([ev.Computed("t", 4, True)], 0.0, [])
+    assert said(made, offered) == [msg.Offer(ME, YOU, 1, 4, True)]
+
+
+def test_a_beat_repeats_a_cancel_that_was_lost() -> None:
+    """F17: also one that gives way."""
+    for stage, begun in (
+        (msg.ASK_CANCELLED, [ev.Sent("t", False, "cancelled"), ev.Released("t")]),
+        (msg.ASK_REQUEUE, []),
+    ):
+        made = endpoint()
+        made.step([ev.Begin("t", 4), register(1)], 0.0, [])
+        assert said(made, beat(1, msg.Ask(1, stage, 0))) == [msg.Cancelled(ME, YOU, 1), *begun]
+
+
+def test_a_beat_lets_go_of_what_its_writer_has_closed() -> None:
+    made = endpoint()
+    for attempt in (1, 2, 3):
+        made.step([heard(msg.Cancel(YOU, ME, attempt, "t"))], 0.0, [])
+    for lowest, kept in ((1, 3), (3, 1), (4, 0)):
+        made.step([beat(lowest)], 0.0, [])
+        assert made.sender.sizes()["tombstones"] == kept
+
+
+# ---------------------------------------------------------------- refusals, cancels and giving way
+
+
+def test_a_refusal_is_remembered() -> None:
+    made = endpoint(("D", 0), ("D", 1))
+    made.step([ev.Begin("t", 4), register(1), ev.Computed("t", 4, True)], 0.0, [])
+    assert made.sender.claim(1, 0.0)
+    made.step([ev.Abort("t", "rejected")], 0.0, [])
+    late = heard(msg.Register(YOU, ME, 1, "t", 4, 1, False, 1), ("D", 1))
+    for _ in range(2):
+        assert said(made, late) == [msg.Failed(ME, YOU, 1, "rejected")]
+
+
+def test_what_is_being_stopped_keeps_its_name_and_its_reason() -> None:
+    """Until nothing of it is active: another end changes nothing, and no other prefill takes its place."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4), register(1), ev.Computed("t", 4, True)], 0.0, [])
+    assert made.sender.claim(1, 0.0)
+    assert said(made, ev.Abort("t", "rejected")) == [ev.Abandon(1)]
+    assert said(made, heard(msg.Cancel(YOU, ME, 1, "t")), ev.Abort("t", "again"), ev.ProcessGone(("X", 0), 1)) == []
+    with pytest.raises(LocalProtocolError, match="t began before"):
+        made.step([ev.Begin("t", 4)], 0.0, [])
+    assert said(made, ev.WriteQuiet(1)) == [
+        msg.Failed(ME, YOU, 1, "rejected"), ev.Sent("t", False, "rejected"), ev.Released("t")
+    ]  # fmt: skip
+    assert said(made, ev.Begin("t", 4)) == [ev.Sent("t", False, "rejected"), ev.Released("t")]
+
+
+def test_a_shard_is_quiet_when_all_its_writes_are() -> None:
+    """F05, E1: the first of two says nothing of the second."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4, 1, True), register(1, packed=True), ev.Computed("t", 2, False)], 0.0, [])
+    made.step([ev.Packed(1), ev.Computed("t", 4, True), ev.Packed(2)], 0.0, [])
+    assert made.sender.claim(1, 0.0) and made.sender.claim(2, 0.0)
+    assert said(made, heard(msg.Cancel(YOU, ME, 1, "t"))) == [ev.Abandon(1), ev.Abandon(2)]
+    assert said(made, ev.WriteQuiet(2)) == []
+    assert said(made, ev.WriteQuiet(1))[0] == msg.Cancelled(ME, YOU, 1)
+
+
+def test_a_cancel_of_what_was_never_registered_ends_its_own_prefill() -> None:
+    """Not another's; and not when it gives way, for then it will be registered."""
+    made = endpoint(("D", 0), ("E", 0))
+    made.step([ev.Begin("t", 4), ev.Begin("u", 4), register(1)], 0.0, [])
+    other = heard(msg.Cancel(YOU, ME, 1, "t"), ("E", 0))
+    assert said(made, other) == [msg.Cancelled(ME, YOU, 1)]
+    for word in (msg.Cancel(YOU, ME, 2, "u", True), msg.Cancel(YOU, ME, 3, "v", True)):
+        assert said(made, heard(word)) == [msg.Cancelled(ME, YOU, word.attempt)]
+    assert said(made, ev.Begin("v", 4)) == []
+    assert said(made, heard(msg.Cancel(YOU, ME, 4, "u"))) == (
+        [msg.Cancelled(ME, YOU, 4), ev.Sent("u", False, "cancelled"), ev.Released("u")]
+    )
+
+
+def test_what_gave_way_is_still_to_be_read() -> None:
+    """Rule 8 and 3: its registration is closed, another will come, and the source waits for it."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4), register(1)], 0.0, [])
+    assert said(made, heard(msg.Cancel(YOU, ME, 1, "t", True))) == [msg.Cancelled(ME, YOU, 1)]
+    assert said(made, ev.Computed("t", 4, True)) == []
+    assert said(made, register(2)) == [ev.Post(1, "t", LINK, 0, 4, False, (1,))]
+
+
+def test_nobody_gives_way_where_nothing_is_gained() -> None:
+    """Rule 8 at P: what has no memory, what sends already, what wants nothing, and nobody at all when none waits."""
+    bare = [msg.Register(YOU, ME, n, name, 4, 1, False, 1) for n, name in ((1, "waits"), (5, "young"))]
+    made = endpoint()
+    made.step([ev.Begin("waits", 4), heard(bare[0]), ev.Computed("waits", 4, True), register(3, "gives")], 0.0, [])
+    made.step([ev.Begin("sends", 4, 1, True), register(4, "sends", packed=True)], 0.0, [])
+    made.step([ev.Computed("sends", 2, False), ev.Begin("young", 4), heard(bare[1])], 0.0, [])
+    assert said(made, ev.GiveWay()) == [msg.Failed(ME, YOU, 3, GAVE_WAY)]
+    assert said(made, ev.GiveWay()) == []
+    made = endpoint()
+    made.step([ev.Begin("ready", 4), register(1, "ready"), ev.Computed("ready", 4, True)], 0.0, [])
+    made.step([ev.Begin("young", 4), register(2, "young")], 0.0, [])
+    assert said(made, ev.GiveWay()) == []
+    assert made.sender.counters == {}
+
+
+# ---------------------------------------------------------------- leases and other times
+
+
+def test_the_lease_has_ended_at_its_end() -> None:
+    """F09: looked at in the moment of posting, also when no timer has fired yet."""
+    for late, may in ((-0.5, True), (0.0, False), (0.5, False)):
+        made = endpoint()
+        made.step([ev.Begin("t", 4), register(1), ev.Computed("t", 4, True)], 0.0, [])
+        assert made.sender.claim(1, SETTINGS.lease_s + late) is may
+
+
+def test_the_lease_spares_what_is_posted_and_ends_the_rest() -> None:
+    """Rules 3 and 5: one of two ranks is being written, the other never registers. The one has ``write_s`` more."""
+    made = endpoint()
+    shared = heard(msg.Register(YOU, ME, 1, "t", 4, 2, False, 1, (1,)))
+    at = SETTINGS.lease_s
+    made.step([ev.Begin("t", 4), shared, ev.Computed("t", 4, True)], 0.0, [])
+    assert made.sender.claim(1, at - 0.1)
+    made.step([heard(msg.Beat(YOU, ME, 0, 0, 1, 1))], at - 0.1, [])
+    assert not [a for a in said(made, now=at) if isinstance(a, (ev.Abandon, ev.Sent, msg.Failed))]
+    end = at + SETTINGS.write_s
+    told = [a for a in said(made, now=end) if not isinstance(a, (msg.Beat, msg.Hello))]
+    assert told == [ev.Abandon(1), ev.Sent("t", False, "lease")]
+
+
+def test_a_write_has_its_time() -> None:
+    """From its own posting: one that is done, or one of another part, has no say in it."""
+    made = endpoint()
+    at = SETTINGS.write_s
+    made.step([ev.Begin("t", 4, 1, True), register(1, packed=True), ev.Computed("t", 2, False), ev.Packed(1)], 0.0, [])
+    assert made.sender.claim(1, 0.0)
+    made.step([ev.WriteDone(1), ev.Computed("t", 4, True), ev.Packed(2)], 1.0, [])
+    assert made.sender.claim(2, 1.0)
+    for now, over in ((at, False), (at + 0.9, False), (at + 1.0, True)):
+        told = said(made, heard(msg.Beat(YOU, ME, 0, 0, 1, 1)), now=now)
+        assert (ev.Abandon(2) in told) is over
+        assert (ev.Sent("t", False, "write took too long") in told) is over
+
+
+def test_an_orphan_is_nobodys_business_here() -> None:
+    """F12: its receiver is told; this engine's host never began it."""
+    made = endpoint()
+    made.step([register(1)], 0.0, [])
+    told = said(made, heard(msg.Beat(YOU, ME, 0, 0, 1, 1)), now=SETTINGS.orphan_s)
+    assert [a for a in told if not isinstance(a, msg.Beat)] == [msg.Failed(ME, YOU, 1, "no prefill here")]
+    assert made.sender.sizes()["armed"] == 0
+
+
+def test_the_longest_of_what_ranks_want_must_fit() -> None:
+    made = endpoint(("D", 0), ("D", 1))
+    for rank, tokens in ((0, 2), (1, 5)):
+        made.step([heard(msg.Register(YOU, ME, 1, "t", tokens, 2, False, 1), ("D", rank))], 0.0, [])
+    assert ev.Sent("t", False, "more tokens than the prompt has") in said(made, ev.Begin("t", 4))
+
+
+def test_one_of_two_ranks_is_half_of_it() -> None:
+    """F30: the host is told when both are served, and may free the source then."""
+    made = endpoint(("D", 0), ("D", 1))
+    both = [heard(msg.Register(YOU, ME, 1, "t", 4, 2, False, 1, (1,)), ("D", rank)) for rank in (0, 1)]
+    made.step([ev.Begin("t", 4), both[0], ev.Computed("t", 4, True)], 0.0, [])
+    assert made.sender.claim(1, 0.0)
+    assert said(made, ev.WriteDone(1)) == [msg.Written(ME, YOU, 1, 0, 4, True)]
+    assert said(made, both[1]) == [ev.Post(2, "t", ("D", 1), 0, 4, False, (1,))]
+    assert made.sender.claim(2, 0.0)
+    assert said(made, ev.WriteDone(2))[1:] == [ev.Sent("t", True, ""), ev.Released("t")]
+
+
+def test_the_ranks_of_one_engine_share_their_end() -> None:
+    """A cancel, or a registration that cannot be served, from a rank that had none: it is over for the rest."""
+    too_long = "more tokens than the prompt has"
+    links = [("D", 4), ("D", 5)]
+    for word, answer, reason in (
+        (msg.Cancel(YOU, ME, 1, "t"), msg.Cancelled(ME, YOU, 1), "cancelled"),
+        (msg.Register(YOU, ME, 1, "t", 9, 2, False, 1), msg.Failed(ME, YOU, 1, too_long), too_long),
+    ):
+        made = endpoint(*links)
+        made.step([ev.Begin("t", 4), heard(msg.Register(YOU, ME, 1, "t", 4, 2, False, 1), links[0])], 0.0, [])
+        told = said(made, heard(word, links[1]))
+        assert told[0] == answer and ev.Sent("t", False, reason) in told
+
+
+def test_what_was_replaced_does_not_hide_what_replaced_it() -> None:
+    """F11: when the older has ended, the newer is still this transfer's, and ends with it."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4), register(1), register(2)], 0.0, [])
+    assert said(made, ev.Abort("t", "rejected")) == [
+        msg.Failed(ME, YOU, 2, "rejected"), ev.Sent("t", False, "rejected"), ev.Released("t")
+    ]  # fmt: skip
+    assert made.sender.sizes()["armed"] == 0
+    made.step([ev.Begin("u", 4), register(3, "u"), ev.Computed("u", 4, True)], 0.0, [])
+    assert made.sender.claim(1, 0.0)
+    assert ev.Sent("u", True, "") in said(made, ev.WriteDone(1))
+    assert made.sender.sizes()["armed"] == 0

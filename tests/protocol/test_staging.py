@@ -50,3 +50,12 @@ def test_two_parts_fit_in_a_share(bytes_per_token: int, tokens: int) -> None:
 
 def test_tokens_without_bytes_are_one_part() -> None:
     assert staging().part_tokens(0) >= 1 << 40
+
+
+def test_parts_of_no_bytes_come_and_go() -> None:
+    """A rank whose heads a sibling writes sends nothing of its own."""
+    memory = staging()
+    assert memory.take("D", 0) and memory.take("D", 0) and memory.take("D", 10)
+    for size in (0, 10, 0):
+        memory.give_back("D", size)
+    assert memory.used == 0 and memory.take("D", 100)

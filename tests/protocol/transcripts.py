@@ -295,6 +295,17 @@ def both_lack_a_registration(world: World) -> None:
     world.run(2.5)
 
 
+@story(profile={"straggle_s": 0.6})
+def a_grant_overtakes_its_registration(world: World) -> None:
+    """F19: a grant overtakes its registration. A beat has both said again, of which the grant is lost."""
+    request = world.request("pull", "P", "D", 8, 8, profile=replace(world.profile, straggle=1.0))
+    world.run(0.05)
+    request.profile = None
+    world.run(0.2)
+    world.network.lose_next.append(lambda source, target, m: isinstance(m, msg.Grant))
+    world.run(2.5)
+
+
 def main() -> None:
     """Write all transcripts, or say what differs."""
     for name in STORIES:

@@ -7,7 +7,7 @@ No message is made up: what one half hears, the other half has said. An `Engine`
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from pushkv.model.protocol.endpoint import Endpoint
 from pushkv.model.protocol.ledger import Ledger
 from pushkv.model.protocol.messages import Message, decode, encode
 from pushkv.model.protocol.states import Incoming
+from pushkv.reference.handles import Handles
+from pushkv.reference.identity import Identity
 from pushkv.reference.ports import Address, BlockIds, RankCard
 
 BLOCK = 4
@@ -86,6 +88,10 @@ class Engine:
         self.ledger = Ledger(settings)
         self.cache: dict[Cell, int] = {}
         self.tables: dict[str, BlockIds] = {}
+        self.chunks: dict[str, tuple[int, int]] = {}
+        self.packs: list[ev.Pack] = []
+        self.step = 0
+        self.over: set[str] = set()
         self.landing: dict[Any, dict[int, int]] = {}
         self.memory: dict[str, Any] = {}
         self.staged: dict[int, dict[int, int]] = {}
@@ -95,6 +101,7 @@ class Engine:
         self.told: list[ev.Record] = []
         self.counters: Mapping[str, float] = {}
         self.gauges: Mapping[str, float] = {}
+        self.handles = Handles()
         self.stopped = False
         self._todo: deque[tuple[str, ev.Record]] = deque()
         self._news: list[ev.Record] = []
@@ -106,25 +113,49 @@ class Engine:
 
     # ------------------------------------------------------------ Office
 
+    def identify(self, handle: str, identity: Identity, sends: bool) -> None:
+        if refusal := self.handles.add(handle, identity, sends):
+            name = f"requests_refused:{refusal}"
+            self.counters = {**self.counters, name: self.counters.get(name, 0) + 1}
+
+    def key(self, handle: str) -> str:
+        return self.handles.key(handle)
+
     def tell(self, event: ev.Record) -> None:
         self.told.append(event)
         if isinstance(event, ev.Hold):
             event = msgspec.structs.replace(event, bytes_per_token=1)
-        self._todo.append(("ledger", event))
+        self._say("ledger", event)
 
     def command(self, command: ev.Record) -> None:
         self.told.append(command)
-        self._todo.append(("rank", command))
+        self._say("rank", command)
 
-    def blocks(self, transfer_id: str, block_ids: BlockIds) -> None:
-        self.tables[transfer_id] = block_ids
+    def _say(self, target: str, word: ev.Record) -> None:
+        translated = self.handles.inward(word)
+        if translated is None:
+            self._news.extend(self.handles.refusals(word))
+        else:
+            self._todo.append((target, translated))
+
+    def blocks(
+        self, transfer_id: str, block_ids: BlockIds | Callable[[], BlockIds], tokens: int = 0, step: int = 0
+    ) -> None:
+        key = self.key(transfer_id)
+        self.tables[key] = block_ids() if callable(block_ids) else block_ids
+        self.chunks[key] = (tokens if step else 1 << 30, step)
 
     def arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool | None) -> bool:
         packed = self.packed if packed is None else packed
-        self.arrivals.append((transfer_id, tokens, total, packed))
+        self.arrivals.append((self.key(transfer_id), tokens, total, packed))
         segments = -(-tokens // SEGMENT) if packed else 0
         links = (((peer.engine_id, 0),),)
-        self._todo.append(("ledger", ev.Arrived(transfer_id, peer.engine_id, links, tokens, packed, segments)))
+        word = ev.Arrived(transfer_id, peer.engine_id, links, tokens, packed, segments)
+        translated = self.handles.inward(word)
+        if translated is None:
+            self._news.append(self.handles.refused_arrival(transfer_id))
+        else:
+            self._todo.append(("ledger", translated))
         return packed
 
     def news(self) -> Sequence[ev.Record]:
@@ -146,8 +177,26 @@ class Engine:
     def wait(self) -> None:
         """As `Loading`: it is done."""
 
-    def fence(self, transfer_ids: Sequence[str]) -> None:
+    def enqueued(self, step: int) -> None:
+        self.step = step
+        self._gather()
+
+    def fence(self, transfer_ids: Sequence[str], step: int) -> None:
         self.fenced += transfer_ids
+        for transfer_id in transfer_ids:
+            if self.chunks.get(transfer_id, (0, step))[1] < step:
+                self.chunks[transfer_id] = (0, 0)
+
+    def _gather(self) -> None:
+        """What is computed; what nobody will post is answered."""
+        for action in list(self.packs):
+            tokens, step = self.chunks.get(action.transfer_id, (0, 0))
+            lost = action.transfer_id in self.over
+            if lost or (action.stop <= tokens and step <= self.step):
+                self.packs.remove(action)
+                if not lost:
+                    self.staged[action.handle] = self._read(action.transfer_id, action.start, action.stop)
+                self._todo.append(("rank", ev.Packed(action.handle)))
 
     def drain_records(self) -> Sequence[Mapping[str, Any]]:
         return ()
@@ -175,11 +224,16 @@ class Engine:
             target, record = self._todo.popleft()
             out: list[ev.Record] = []
             if target == "rank":
+                if isinstance(record, ev.Abort):
+                    self.over.add(record.transfer_id)
                 self.endpoint.step((record,), self.cluster.now, out)
             elif not self._stale(record):
                 self.ledger.step((record,), self.cluster.now, out)
             later, self._todo = self._todo, deque()
             self._carry_out(out)
+            about = getattr(record.report if isinstance(record, ev.FromRank) else record, "transfer_id", "")
+            if target == "ledger" and not self.ledger.expects(about):
+                self.handles.received(about)
             self._todo.extend(later)  # what follows from an event comes before the next event
         return worked
 
@@ -194,12 +248,15 @@ class Engine:
         return False
 
     def _carry_out(self, actions: list[ev.Record]) -> None:
+        self._gather()
         for action in actions:
             if isinstance(action, _NEWS):
                 if isinstance(action, ev.Ready):
                     self.memory[action.transfer_id] = action.memory
-                self._news.append(action)
+                self._news.append(self.handles.outward(action))
             elif isinstance(action, _REPORTS):
+                if isinstance(action, (ev.Sent, ev.Released)):
+                    self.over.add(action.transfer_id)
                 self._todo.append(("ledger", ev.FromRank(0, action)))
             elif isinstance(action, (ev.ToRank, ev.ToRanks)):
                 self._todo.append(("rank", action.command))
@@ -208,8 +265,8 @@ class Engine:
             elif isinstance(action, ev.Connect):
                 self._todo.append(("rank", ev.Connected(action.link, action.incarnation)))
             elif isinstance(action, ev.Pack):
-                self.staged[action.handle] = self._read(action.transfer_id, action.start, action.stop)
-                self._todo.append(("rank", ev.Packed(action.handle)))
+                self.packs.append(action)
+                self._gather()
             elif isinstance(action, ev.Post):
                 if self.endpoint.sender.claim(action.handle, self.cluster.now):
                     self.held_writes.append(action)

@@ -182,6 +182,7 @@ class Engine:
         assert all(card is not None for card in cards)
         self.office = opening.open_office(self.setup, cards, self.ranks[0] if tp == 1 else None)
         self._news: list[ev.Record] = []
+        self.step = 0
 
     def until(self, kind: type[ev.Record], transfer_id: str) -> Any:
         """The next news of this kind (``Fail``, too, ends the waiting) about ``transfer_id``."""
@@ -202,6 +203,31 @@ class Engine:
         self.office.tell(ev.Hold(transfer_id, tokens))
         self.office.command(ev.Computed(transfer_id, 0, False))
         self.compute(transfer_id, tokens, blocks)
+
+    def begin(self, transfer_id: str, tokens: int) -> None:
+        """A prefill whose chunks leave as they are computed."""
+        self.office.tell(ev.Hold(transfer_id, tokens, chunked=True))
+        self.office.command(ev.Computed(transfer_id, 0, False))
+
+    def chunk(self, transfer_id: str, tokens: int, blocks: BlockIds, *, late: bool = False) -> None:
+        """The step that computes the first ``tokens`` tokens. ``late``: it does so only after it was told of."""
+        self.step += 1
+        if not late:
+            self.fill(transfer_id, tokens, blocks)
+        self.office.blocks(transfer_id, blocks, tokens, self.step)
+        self.office.command(ev.Computed(transfer_id, tokens, False))
+        if late:
+            time.sleep(0.02)
+            self.fill(transfer_id, tokens, blocks)
+        for rank in self.ranks:
+            rank.enqueued(self.step)
+
+    def preempt(self, transfer_id: str, tokens: int, blocks: BlockIds) -> None:
+        """The next step overwrites ``blocks`` with somebody else's."""
+        self.office.command(ev.Preempted(transfer_id))
+        for rank in self.ranks:
+            rank.fence([transfer_id], self.step + 1)
+        self.fill("somebody else", tokens, blocks)
 
     def compute(self, transfer_id: str, tokens: int, blocks: BlockIds) -> None:
         """The end of a prefill."""

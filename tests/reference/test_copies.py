@@ -29,7 +29,7 @@ def segments_for(pool: SegmentPool, size: int, offset: int, dice: random.Random)
     return sorted(ids) if dice.random() < 0.3 else ids
 
 
-def check(scenario: Scenario, segment_bytes: int, offset: int) -> None:
+def check(scenario: Scenario, segment_bytes: int, offset: int, kind: Any = Copier) -> None:
     """P's rows, gathered into scattered segments, carried over, and scattered by D, are what the oracle writes."""
     rng, dice = np.random.default_rng(scenario.seed), random.Random(scenario.seed)
     p = Engine("P", scenario.models, scenario.src_stores, tp=scenario.src_tp, stages=scenario.src_stages)
@@ -58,8 +58,7 @@ def check(scenario: Scenario, segment_bytes: int, offset: int) -> None:
             pool.tensor.fill_(0xA5)
         sides = (p.ranks[shard.src_rank], d.ranks[shard.dst_rank])
         copiers = [
-            Copier(flat(side.buffers, dice), pool.tensor, segment_bytes)
-            for side, pool in zip(sides, pools, strict=True)
+            kind(flat(side.buffers, dice), pool.tensor, segment_bytes) for side, pool in zip(sides, pools, strict=True)
         ]
         assert copiers[0].gather(plan_gather(shard, src, part), ids[0], offset).done()
         packed = np.concatenate(

@@ -4,19 +4,52 @@ from __future__ import annotations
 
 import pytest
 
+from pushkv.model.protocol import Settings
 from pushkv.reference.metric_names import COUNTERS, GAUGES, REASONS, TIMES, Meter, Tally, label
+from pushkv.reference.office import Office
+from pushkv.reference.ports import Address
 
 
 def test_a_meter_gives_what_has_happened_since() -> None:
     meter = Meter("rank 0")
-    first = meter.read({"bytes_sent": 10}, {"peers": 1}, [{"path": "packed", "why": "", "wire_s": 0.5}])
+    first = meter.read({"bytes_sent": 10}, {"peers": 1}, [{"wire_s": 0.5, "gather_s": 0.0}])
     assert first is not None
-    assert first.data["counters"] == {"bytes_sent": 10, "path:packed, ": 1}
+    assert first.data["counters"] == {"bytes_sent": 10}
     assert first.data["times"] == {"wire_s": [0.5]}
     assert meter.read({"bytes_sent": 10}, {"peers": 1}) is None
     second = meter.read({"bytes_sent": 15}, {"peers": 0})
     assert second is not None
     assert second.data == {"counters": {"bytes_sent": 5}, "gauges": {"peers|rank 0": 0}, "times": {}}
+
+
+def test_a_meter_is_due_now_and_then_or_when_it_is_urgent() -> None:
+    meter = Meter("office")
+    assert meter.due(100.0) and not meter.due(100.2) and meter.due(100.6)
+    assert not meter.stale({}, {}) and meter.stale({"a": 1}, {}) and meter.stale({}, {"b": 1.0})
+    meter.urgent = True
+    assert meter.due(100.7) and not meter.due(100.8)
+
+
+@pytest.mark.parametrize(
+    ("path", "tokens", "counted"),
+    [
+        ("packed", 9, "path:packed, by setting"),
+        ("direct", 9, "path:direct, by setting"),
+        ("auto", 9, "path:packed, costs less"),
+        ("auto", 99, "path:direct, larger than the landing memory"),
+        ("packed", 0, ""),
+    ],
+)
+def test_each_path_is_counted_once_with_its_reason(path: str, tokens: int, counted: str) -> None:
+    office = Office(
+        Settings(landing_segments=50), 1, path=path, segment_bytes=1, token_bytes=1,
+        landing_bytes=lambda tokens, links: tokens, deliver=lambda rank, word: None, wake=lambda: None,
+        stop=lambda drain_s: None,
+    )  # fmt: skip
+    office.arrive("t", Address("P", "h", 1, 1), tokens, max(1, tokens), None)
+    office.turn(1.0)
+    paths = {name: value for name, value in office.counters.items() if name.startswith("path")}
+    assert paths == ({counted: 1} if counted else {})
 
 
 def test_ranks_add_up_and_later_readings_replace() -> None:
@@ -56,7 +89,7 @@ def test_prometheus() -> None:
     tally = Tally()
     tally.count({"bytes_sent": 7, "transfers_failed:peer unreachable": 2, "not known": 1})
     tally.gauge("rank 0", {"peers": 3})
-    tally.record([{"wire_s": 0.1, "path": "packed", "why": "fits"}])
+    tally.record([{"wire_s": 0.1}])
     both = stats.aggregate(PushStats(tally.data)).aggregate(PushStats(tally.data))
     assert both.reduce()["bytes_sent"] == 14 and not both.is_empty()
     prom = PushPromMetrics(

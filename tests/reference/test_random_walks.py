@@ -21,11 +21,12 @@ MOVES = {
 
 
 class Walk:
-    def __init__(self, packed: bool, recompute: bool, holding_first: bool) -> None:
+    def __init__(self, packed: bool, recompute: bool, holding_first: bool, chunked: bool) -> None:
         d = {"blocks": 16, "recompute": recompute, "holding_first": holding_first}
+        p = {"blocks": 16, "chunk": 6, "chunked": chunked, "holding_first": holding_first}
         self.pair = Pair(
-            packed=packed, p={"blocks": 16, "chunk": 6}, d=d, landing_segments=6, wait_s=40.0, lease_s=40.0,
-            orphan_s=20.0, write_s=5.0, suspect_after_s=6.0,
+            packed=packed, p=p, d=d, landing_segments=6, wait_s=40.0, lease_s=40.0, orphan_s=20.0, write_s=5.0,
+            suspect_after_s=6.0,
         )  # fmt: skip
         self.waiting: dict[int, set[str]] = {}
         self.all: list[Request] = []
@@ -99,11 +100,13 @@ class Walk:
 
 @pytest.mark.parametrize("holding_first", [True, False], ids=["0.32", "0.26"])
 @pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "fail"])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "direct"])
+@pytest.mark.parametrize(
+    ("packed", "chunked"), [(True, False), (True, True), (False, False)], ids=["packed", "chunks", "direct"]
+)
 @settings(max_examples=40)
 @given(seed=st.integers(0, 1 << 32))
-def test_walks(packed: bool, recompute: bool, holding_first: bool, seed: int) -> None:
-    walk = Walk(packed, recompute, holding_first)
+def test_walks(packed: bool, chunked: bool, recompute: bool, holding_first: bool, seed: int) -> None:
+    walk = Walk(packed, recompute, holding_first, chunked)
     random = Random(seed)
     for move in random.choices(list(MOVES), list(MOVES.values()), k=120):
         walk.move(move, random.randrange(12))

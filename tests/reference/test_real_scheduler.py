@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from .engines import Cluster, Engine
 pytest.importorskip("vllm")
 
 BLOCK = 32
-PATHS = pytest.mark.parametrize("packed", [True, False], ids=["packed", "direct"])
+PATHS = pytest.mark.parametrize("path", ["packed", "chunks", "direct"])
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Vllm:
     """One engine: vLLM's scheduler, our connector, a forward pass that writes token ids."""
 
-    def __init__(
-        self, cluster: Cluster, name: str, model: Path, *, packed: bool, policy: str, blocks: int = 20
-    ) -> None:
+    def __init__(self, cluster: Cluster, name: str, model: Path, *, path: str, policy: str, blocks: int = 20) -> None:
         import torch
         from vllm.config import (
             CacheConfig,
@@ -79,10 +78,12 @@ class Vllm:
             log_stats=False,
         )
         self.connector: Any = self.scheduler.connector
-        self.engine = Engine(cluster, name, packed=packed, block_tokens=BLOCK)
+        self.engine = Engine(cluster, name, packed=path != "direct", block_tokens=BLOCK)
         rules = self._rules(config, caches)
         assert rules.recompute == (policy == "recompute") and rules.failed_requests and rules.unit_tokens in (1, BLOCK)
+        rules = replace(rules, chunked=path == "chunks")
         self.connector._scheduler = SchedulerSide(self.engine, rules)
+        self.connector._scheduler.decode.pool = self.connector._pool
         self.blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         self.ended: dict[str, str] = {}
         self.returned: dict[str, Any] = {}
@@ -107,7 +108,7 @@ class Vllm:
 
         out = self.scheduler.schedule()
         orders = out.kv_connector_metadata.orders
-        self.engine.fence(orders.preempted)
+        self.engine.fence(orders.preempted, orders.step)
         for load in orders.load:
             assert out.has_sync_kv_loads
             self.engine.scatter(load.transfer_id, load.blocks, load.first, load.stop)
@@ -122,6 +123,8 @@ class Vllm:
             for token in range(done, done + new):
                 self.engine.cache[self.engine._cell(table, token)] = tokens[token]
             sampled.append([900] if done + new == len(tokens) else [])
+        if orders.chunks:
+            self.engine.enqueued(orders.step)
         reports = KVConnectorOutput()
         reports.finished_sending = set(orders.sent)
         reports.finished_recving = set(orders.received)
@@ -147,15 +150,18 @@ class Vllm:
         assert not self.scheduler.requests
         assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == self.blocks
         self.connector._scheduler._hear()
-        assert not self.connector.has_pending_push_work()
+        for _ in range(2):  # the second time there is nothing new
+            pending = self.connector.has_pending_push_work()
+            self.connector.get_kv_connector_stats()
+        assert not pending
         assert self.engine.ledger.open() == (0, 0)
 
 
 class Both:
-    def __init__(self, model: Path, *, packed: bool, policy: str = "fail") -> None:
+    def __init__(self, model: Path, *, path: str, policy: str = "fail") -> None:
         self.cluster = Cluster()
-        self.p = Vllm(self.cluster, "P", model, packed=packed, policy=policy)
-        self.d = Vllm(self.cluster, "D", model, packed=packed, policy=policy)
+        self.p = Vllm(self.cluster, "P", model, path=path, policy=policy)
+        self.d = Vllm(self.cluster, "D", model, path=path, policy=policy)
         self.prompt = list(range(100, 170))
 
     def prefill(self) -> str:
@@ -185,8 +191,8 @@ class Both:
 
 
 @PATHS
-def test_a_prompt_is_handed_over(model: Path, packed: bool) -> None:
-    both = Both(model, packed=packed)
+def test_a_prompt_is_handed_over(model: Path, path: str) -> None:
+    both = Both(model, path=path)
     d, p = both.decode(), both.prefill()
     both.until_quiet()
     assert both.p.ended[p] == both.d.ended[d] == "LENGTH"
@@ -195,10 +201,25 @@ def test_a_prompt_is_handed_over(model: Path, packed: bool) -> None:
     assert len(scattered) == 1
 
 
+def test_an_idle_engine_steps_until_its_metrics_are_out(model: Path) -> None:
+    both = Both(model, packed=True)
+    both.decode(), both.prefill()
+    both.until_quiet()
+    connector, engine = both.d.connector, both.d.engine
+    engine.counters = {"path:packed, setting": 1}
+    assert both.d.scheduler.has_requests()  # something is new, and vLLM would sleep on it
+    reported = connector.get_kv_connector_stats()
+    assert reported is not None and reported.data["counters"] == {"path:packed, setting": 1}
+    assert not both.d.scheduler.has_requests()
+    engine.counters = {"path:packed, setting": 2}
+    connector._busy_at -= 10.0
+    assert not both.d.scheduler.has_requests()  # it is idle for long: nothing of ours wakes it
+
+
 @pytest.mark.parametrize("steps", range(7))
 @PATHS
-def test_the_decode_leg_may_be_aborted_at_any_step(model: Path, packed: bool, steps: int) -> None:
-    both = Both(model, packed=packed)
+def test_the_decode_leg_may_be_aborted_at_any_step(model: Path, path: str, steps: int) -> None:
+    both = Both(model, path=path)
     both.prefill()
     d = both.decode()
     both.steps(steps)
@@ -208,8 +229,8 @@ def test_the_decode_leg_may_be_aborted_at_any_step(model: Path, packed: bool, st
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @PATHS
-def test_a_prefill_that_is_aborted(model: Path, packed: bool, policy: str) -> None:
-    both = Both(model, packed=packed, policy=policy)
+def test_a_prefill_that_is_aborted(model: Path, path: str, policy: str) -> None:
+    both = Both(model, path=path, policy=policy)
     p, d = both.prefill(), both.decode()
     both.steps(1)
     both.p.abort(p)
@@ -218,8 +239,8 @@ def test_a_prefill_that_is_aborted(model: Path, packed: bool, policy: str) -> No
 
 
 @PATHS
-def test_a_decode_that_is_preempted_after_its_load_computes_here(model: Path, packed: bool) -> None:
-    both = Both(model, packed=packed)
+def test_a_decode_that_is_preempted_after_its_load_computes_here(model: Path, path: str) -> None:
+    both = Both(model, path=path)
     both.prefill()
     d = both.decode(max_tokens=12)
     both.steps(6)
@@ -230,8 +251,8 @@ def test_a_decode_that_is_preempted_after_its_load_computes_here(model: Path, pa
 
 
 @PATHS
-def test_a_direct_write_in_flight_keeps_the_blocks_of_an_aborted_request(model: Path, packed: bool) -> None:
-    both = Both(model, packed=packed)
+def test_a_direct_write_in_flight_keeps_the_blocks_of_an_aborted_request(model: Path, path: str) -> None:
+    both = Both(model, path=path)
     both.prefill()
     d = both.decode()
     both.cluster.stuck = True
@@ -239,7 +260,50 @@ def test_a_direct_write_in_flight_keeps_the_blocks_of_an_aborted_request(model: 
     both.d.abort(d)
     both.steps(3)
     free = both.d.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    assert (free == both.d.blocks) == packed
+    assert (free == both.d.blocks) == (path != "direct")
     both.cluster.stuck = False
     both.p.engine.release_writes()
     both.until_quiet()
+
+
+@pytest.mark.parametrize("steps", range(1, 4))
+@PATHS
+def test_a_prefill_that_is_preempted_goes_on_later(model: Path, path: str, steps: int) -> None:
+    """After each of its chunks but the last, with chunks under way to a peer that does not answer."""
+    both = Both(model, path=path)
+    both.prompt = list(range(100, 270))
+    p, d = both.prefill(), both.decode()
+    both.cluster.stuck = True
+    for _ in range(steps):
+        both.p.step()
+        if steps != 2:
+            both.cluster.settle()
+    both.p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    both.cluster.stuck = False
+    both.p.engine.release_writes()
+    both.until_quiet()
+    assert both.p.ended[p] == both.d.ended[d] == "LENGTH"
+
+
+def test_an_unsettled_failure_is_computed_in_other_blocks_at_once(model: Path) -> None:
+    """Direct, `recompute`: the blocks that may still be written are kept from everybody, and the request goes on."""
+    both = Both(model, packed=False, policy="recompute")
+    both.prefill()
+    d = both.decode()
+    both.cluster.stuck = True
+    both.steps(5)
+    both.cluster.cut.add("P")
+    pool = both.d.scheduler.kv_cache_manager.block_pool
+    for _ in range(40):
+        both.d.step()
+        both.cluster.wait(0.5)
+    assert both.d.ended[d] == "LENGTH"
+    assert pool.get_num_free_blocks() == both.d.blocks - 3  # 70 tokens
+    assert both.d.scheduler.has_requests(), "nobody would give the blocks back"
+    both.cluster.cut.clear()
+    both.cluster.stuck = False
+    both.p.engine.release_writes()
+    for _ in range(10):
+        both.cluster.wait(1.0)
+        both.steps(1)
+    both.d.check_empty()

@@ -14,6 +14,7 @@ from pushkv.model.protocol import events as ev
 from pushkv.reference import trace
 
 from .channels import until
+from .device_like import Event, on_a_device
 from .inprocess import BLOCKS, Engine, Exchange, play
 
 pytest.importorskip("torch", reason="the caches are torch tensors")
@@ -153,5 +154,122 @@ def test_giving_way(pair: Make, p_tp: int, d_tp: int) -> None:
     assert d.scatter("victim", 32, 100, target) == ""
     d.check("victim", 32, 100, target)
     assert p.sent("victim", source, 100)
+    for engine in (p, d):
+        engine.emptied()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["done", "enqueued"])
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), *TWO])
+def test_chunks_leave_as_they_are_computed(pair: Make, p_tp: int, d_tp: int, late: bool) -> None:
+    """D has everything before P's engine says that the prompt is finished, and P's blocks are free by then."""
+    p, d = pair(p_tp, d_tp)
+    hosts = Hosts(3)
+    source, target = hosts.blocks(p, 200), hosts.blocks(d, 200)
+    p.begin("t", 200)
+    d.office.arrive("t", p.address, 200, 200, True)
+    for tokens in (64, 128, 192, 200):
+        p.chunk("t", tokens, source, late=late)
+    assert d.scatter("t", 0, 200, target) == ""
+    d.check("t", 0, 200, target)
+    assert p.sent("t", source, 200)
+    p.compute("t", 200, source)  # the engine has learnt it: nobody needs to hear
+    for engine in (p, d):
+        engine.emptied()
+
+
+@pytest.mark.parametrize("landed", [True, False], ids=["landed", "waiting"])
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), *TWO])
+def test_a_preempted_prefill_keeps_what_has_landed(pair: Make, p_tp: int, d_tp: int, landed: bool) -> None:
+    """Its blocks are overwritten in the next step: gathers under way are waited for, and those that have not begun
+    (here for want of staging memory) read the blocks that it gets next. Nothing is written twice.
+    """
+    p, d = pair(p_tp, d_tp, staging_bytes=(16 << 12) if landed else (1 << 12))
+    if not landed:
+        for transport in p.transports:
+            transport.delay_s = 0.01
+    hosts = Hosts(4)
+    blocks = hosts.dice.sample(range(1, BLOCKS), 26)
+    first, second, target = (blocks[:13],), (blocks[13:],), hosts.blocks(d, 200)
+    p.begin("t", 200)
+    d.office.arrive("t", p.address, 200, 200, True)
+    p.chunk("t", 64, first)
+    p.chunk("t", 128, first)
+    if landed:
+        assert until(lambda: all(t.posted for t in p.transports))
+    p.preempt("t", 128, first)
+    p.office.command(ev.Computed("t", 0, False))
+    p.chunk("t", 96, second)
+    p.chunk("t", 200, second)
+    assert d.scatter("t", 0, 200, target) == ""
+    d.check("t", 0, 200, target)
+    assert p.sent("t", second, 200)
+    assert hand_over((p, d), "whole", 200, True) == ("", True)
+    for rank in p.ranks:
+        assert until(lambda rank=rank: len(rank.records) == 2)
+        assert len({record["bytes"] for record in rank.drain_records()}) == 1
+    for engine in (p, d):
+        engine.emptied()
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), *TWO])
+def test_a_prefill_that_is_aborted_between_chunks(pair: Make, p_tp: int, d_tp: int) -> None:
+    """Preempted with a gather that waits, then aborted: everything is answered, nothing is left."""
+    p, d = pair(p_tp, d_tp, staging_bytes=1 << 12)
+    for transport in p.transports:
+        transport.delay_s = 0.01
+    hosts = Hosts(5)
+    source, target = hosts.blocks(p, 200), hosts.blocks(d, 200)
+    p.begin("t", 200)
+    d.office.arrive("t", p.address, 200, 200, True)
+    p.chunk("t", 128, source)
+    p.preempt("t", 128, source)
+    p.office.command(ev.Abort("t", "prefill aborted"))
+    assert d.scatter("t", 0, 200, target) == "prefill aborted"
+    assert not p.sent("t", source, 200)
+    for engine in (p, d):
+        engine.emptied()
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), *TWO])
+def test_steps_and_gathers_of_a_device(pair: Make, p_tp: int, d_tp: int) -> None:
+    """Steps are told of when they are enqueued and compute later: each gather waits for its own on the device, and what
+    the fence lets through waits for the gathers.
+    """
+    p, d = pair(p_tp, d_tp)
+    late = [on_a_device(rank) for rank in p.ranks]
+    hosts = Hosts(6)
+    blocks = hosts.dice.sample(range(1, BLOCKS), 26)
+    first, second, target = (blocks[:13],), (blocks[13:],), hosts.blocks(d, 200)
+    p.begin("t", 200)
+    d.office.arrive("t", p.address, 200, 200, True)
+
+    def step(tokens: int, where: tuple[list[int]]) -> Event:
+        p.step += 1
+        p.office.blocks("t", where, tokens, p.step)
+        p.office.command(ev.Computed("t", tokens, False))
+        done = Event()
+        for rank in p.ranks:
+            rank._mark = lambda: done  # type: ignore[method-assign]
+            rank.enqueued(p.step)
+        return done
+
+    one = step(64, first)
+    assert until(lambda: all(copier.waited for copier in late))  # enqueued behind a step that has not run
+    two = step(128, first)
+    assert not any(transport.posted for transport in p.transports)
+    p.fill("t", 64, first)
+    one.set()
+    assert until(lambda: all(transport.posted for transport in p.transports))
+    p.fill("t", 128, first)
+    two.set()
+    p.preempt("t", 128, first)
+    p.office.command(ev.Computed("t", 0, False))
+    three, four = step(96, second), step(200, second)
+    p.fill("t", 200, second)
+    three.set()
+    four.set()
+    assert d.scatter("t", 0, 200, target) == ""
+    d.check("t", 0, 200, target)
+    assert p.sent("t", second, 200)
     for engine in (p, d):
         engine.emptied()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 
 from pushkv.reference import versions
 from pushkv.reference.cpu_formats import TRANSPOSED_K
+
+RECORDED = Path(__file__).parent / "hooks"
 
 
 class Base:
@@ -61,6 +65,24 @@ def test_every_hook_of_this_vllm_is_known() -> None:
     findings = versions.check(base.KVConnectorBase_V1, base.SupportsHMA)
     assert [finding for finding in findings if finding.trouble] == []
     assert [finding.hook for finding in findings if finding.state == "new"] == []
+
+
+@pytest.mark.parametrize("recorded", sorted(RECORDED.glob("*.json")), ids=lambda path: path.stem)
+def test_the_hooks_of_versions_that_are_not_installed(recorded: Path) -> None:
+    """Recorded from the wheel of that version: `json.dump(hooks_of(KVConnectorBase_V1, SupportsHMA), ...)`."""
+    findings = versions.compare(json.loads(recorded.read_text(encoding="utf-8")))
+    assert [finding for finding in findings if finding.trouble or finding.state == "new"] == []
+
+
+def test_what_is_asked_of_the_class_can_be() -> None:
+    """0.33 asks the class about sleep mode; a property would be no answer."""
+    pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    from pushkv.reference.connector import PushConnector
+
+    assert PushConnector.supports_sleep_mode(None) is False
+    for name, hook in versions.HOOKS.items():
+        mine = vars(PushConnector).get(name)
+        assert mine is None or isinstance(mine, property) == (hook.parameters is None), name
 
 
 def test_the_connector_overrides_with_the_same_parameters() -> None:

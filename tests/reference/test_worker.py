@@ -11,6 +11,7 @@ import pytest
 from pushkv.reference import local
 from pushkv.reference.caches import Ranks
 from pushkv.reference.connector_setup import setup_of, sized
+from pushkv.reference.metric_names import Meter
 from pushkv.reference.ports import Load, RankCard, StepOrders
 from pushkv.reference.settings import SettingsError
 from pushkv.reference.worker import WorkerSide
@@ -39,8 +40,11 @@ class Rank:
         self.did.append(("scatter", transfer_id, first, stop))
         return SimpleNamespace(wait=lambda: self.did.append(("wait", transfer_id)))
 
-    def fence(self, transfer_ids: Sequence[str]) -> None:
-        self.did.append(("fence", *transfer_ids))
+    def fence(self, transfer_ids: Sequence[str], step: int) -> None:
+        self.did.append(("fence", step, *transfer_ids))
+
+    def enqueued(self, step: int) -> None:
+        self.did.append(("enqueued", step))
 
     def stop(self, drain_s: float) -> None:
         self.did.append(("stop", drain_s))
@@ -72,11 +76,19 @@ def test_all_loads_are_begun_before_any_is_waited_for() -> None:
 def test_preempted_prefills_are_fenced() -> None:
     rank = Rank()
     worker = side(rank)
-    worker.preempted(StepOrders(preempted=["t"]))
+    worker.preempted(StepOrders(preempted=["t"], step=7))
     worker.preempted(StepOrders())
     worker.stop(3.0)
     worker.stop(3.0)
-    assert rank.did == [("fence", "t"), ("stop", 3.0)]
+    assert rank.did == [("fence", 7, "t"), ("stop", 3.0)]
+
+
+def test_a_step_with_chunks_is_told_of_when_it_is_enqueued() -> None:
+    rank = Rank()
+    worker = side(rank)
+    worker.saved(StepOrders(step=3))
+    worker.saved(StepOrders(step=4, chunks=True))
+    assert rank.did == [("enqueued", 4)]
 
 
 def test_caches_are_read_and_memory_is_sized() -> None:
@@ -120,8 +132,8 @@ def test_what_cannot_be_served(more: dict[str, Any], says: str) -> None:
 
 def test_the_local_table_forgets_only_the_one_that_is_meant() -> None:
     old, new = Rank(), Rank()
-    local.put("x", old)  # type: ignore[arg-type]
-    local.put("x", new)  # type: ignore[arg-type]
+    local.put("x", old, Meter("rank 0"))  # type: ignore[arg-type]
+    local.put("x", new, Meter("rank 0"))  # type: ignore[arg-type]
     local.forget("x", old)  # type: ignore[arg-type]
     assert local.get("x") is new
     local.forget("x", new)  # type: ignore[arg-type]

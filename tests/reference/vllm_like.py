@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from pushkv.reference.ports import Address
@@ -91,6 +92,8 @@ class VllmLike:
         self.finished_recving: set[str] = set()
         self.failed_recving: set[str] = set()
         self.preempted: set[str] = set()
+        self.known: dict[str, int] = {}
+        self.lost: list[int] = []
 
     def add(self, request: Request) -> Request:
         self.requests[request.request_id] = request
@@ -114,10 +117,16 @@ class VllmLike:
     def preempt(self, request: Request) -> None:
         assert request.status is Status.RUNNING
         self.running.remove(request)
-        self._give_back(request)
+        if self.rules.send:
+            self.lost += request.blocks  # as they were until the next step overwrites them
+            self.free += request.blocks
+            request.blocks = []
+        else:
+            self._give_back(request)
         request.num_computed_tokens = 0
         request.status = Status.WAITING
         request.preemptions += 1
+        self.known.pop(request.request_id, None)
         request.hit = 0
         self.waiting.insert(0, request)
         self.preempted.add(request.request_id)
@@ -145,14 +154,40 @@ class VllmLike:
                 scheduled[request.request_id] = new
         if not self.preempted:
             self._admit(scheduled)
-        orders = self.side.step(scheduled, self.preempted)
+        orders = self.side.step(scheduled, self.preempted, self._output(scheduled))
         self.preempted = set()
-        self.engine.fence(orders.preempted)
+        self.engine.fence(orders.preempted, orders.step)
+        for block in self.lost:
+            for slot in range(BLOCK):
+                self.engine.cache.pop((block, slot), None)
+        self.lost = []
         for load in orders.load:
             self.engine.scatter(load.transfer_id, load.blocks, load.first, load.stop).wait()
         for request_id, new in scheduled.items():
             self._compute(self.requests[request_id], new)
+        if orders.chunks:
+            self.engine.enqueued(orders.step)
         self._update(orders, scheduled)
+
+    def _output(self, scheduled: dict[str, int]) -> Any:
+        """What the workers are told of the step. A request that goes on after a preemption is a cached one in 0.26."""
+        new = []
+        cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set())
+        for request_id in scheduled:
+            request = self.requests[request_id]
+            told = self.known.get(request_id)
+            self.known[request_id] = len(request.blocks)
+            blocks = request.blocks[told or 0 :]
+            if told is None and (self.holding_first or not request.preemptions):
+                computed = request.num_computed_tokens
+                new.append(SimpleNamespace(req_id=request_id, num_computed_tokens=computed, block_ids=(list(blocks),)))
+                continue
+            cached.req_ids.append(request_id)
+            cached.num_computed_tokens.append(request.num_computed_tokens)
+            cached.new_block_ids.append((list(blocks),) if blocks else None)
+            if told is None:
+                cached.resumed_req_ids.add(request_id)
+        return SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_new_reqs=new, scheduled_cached_reqs=cached)
 
     def _admit(self, scheduled: dict[str, int]) -> None:
         order = list(self.waiting)
@@ -273,6 +308,7 @@ class VllmLike:
         assert request.over
         self._give_back(request)
         del self.requests[request.request_id]
+        self.known.pop(request.request_id, None)
 
 
 class Pair:
@@ -335,5 +371,6 @@ class Pair:
             one.side._hear()
             assert len(one.side.prefill) == len(one.side.decode) == 0
             assert not one.side.prefill._legs and not one.side.decode._legs
+            assert len(one.engine.handles) == 0, one.engine.handles.sizes()
             assert one.engine.ledger.open() == (0, 0)
             assert one.engine.ledger.landing_free == one.engine.endpoint.settings.landing_segments

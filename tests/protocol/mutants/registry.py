@@ -78,7 +78,8 @@ def wrap(patch: Patch, owner: Any, name: str, make: Callable[[Any], Any]) -> Non
 def hunt(found: Mutant) -> tuple[int, str]:
     """Play seeds until a property notices: (seeds played, the violation); the violation is empty if none did.
 
-    Raises ``AssertionError`` for a seed in which another property than those expected breaks.
+    Raises ``AssertionError`` for a seed in which another property than those expected breaks, or one breaks without the
+    mutant as well.
     """
     crash: Exception | None = None
     for seed in range(SEEDS):
@@ -92,9 +93,16 @@ def hunt(found: Mutant) -> tuple[int, str]:
                     raise AssertionError(
                         f"seed {seed} breaks another property than {found.expected}: {broken}"
                     ) from None
-                return seed + 1, broken
             except Exception as error:
                 crash = error
+                continue
+            else:
+                continue
+        try:
+            found.trial(seed)
+        except Violation as violation:
+            raise AssertionError(f"seed {seed} breaks a property without the mutant: {violation}") from None
+        return seed + 1, broken
     if crash is not None:
         raise AssertionError(f"only an exception notices: {type(crash).__name__}: {crash}")
     return SEEDS, ""

@@ -88,7 +88,7 @@ def wrong_engine(seed: int) -> None:
 def own_pause(seed: int) -> None:
     """V1: no verdict falls for one's own sleep; messages of that time are lost, so that the inbox says nothing."""
     sleep = 4.0 + seed % 12
-    world = World(seed, replace(STEADY, readable=False), ONE)
+    world = World(seed, replace(STEADY, readable=False), ONE, replace(SETTINGS, orphan_s=60.0))
     request = world.request("late", "P", "D", 8, 8, delays=(sleep + 6.0, 0.0))
     world.run(2.0)
     world.cut("P", "D")
@@ -118,15 +118,21 @@ def churn(seed: int) -> None:
 
 
 def forged(seed: int) -> None:
-    """I3 beside a forger who knows the incarnations and says ``Written`` of whatever was offered."""
+    """I3 beside a forger who knows the incarnations and says ``Written`` of what was offered and has no memory yet. (Of
+    what has some the writer's word is all that there is.)
+    """
     world = World(seed, CALM)
     send = world.network.send
 
     def with_forgeries(source: Any, target: Any, message: Any) -> None:
         send(source, target, message)
-        if isinstance(message, msg.Offer):
+        process = world.processes[target[0]]
+        if isinstance(message, msg.Offer) and not process._inbox[target[1]]:
+            shard = process.endpoints[target[1]].receiver._open(source, message.attempt)
+            if shard is None or shard.transfer.memory is not None:
+                return
             said = msg.Written(message.src, message.dst, message.attempt, 0, message.tokens, True)
-            world.processes[target[0]].receive(target[1], ev.Received(source, decode(encode(said))))
+            process.receive(target[1], ev.Received(source, decode(encode(said))))
 
     world.network.send = with_forgeries  # type: ignore[method-assign]
     Driver(world).play()

@@ -9,12 +9,18 @@ from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.model.protocol.ledger import Ledger
 from pushkv.model.protocol.sender import Sender
-from pushkv.sim.explore.profiles import CALM, CHURN
+from pushkv.sim.explore.profiles import CALM, CHURN, CONFIGS
+from pushkv.sim.explore.world import SETTINGS
 from tests.protocol.mutants.registry import Patch, mutant, wrap
 from tests.protocol.mutants.trials import wrong_engine
 
 
-@mutant(replace(CALM, modes=("late",), blocks=9, requests=6.0, inside_s=0.1, preempts=1.0), "V1")
+@mutant(
+    replace(CALM, modes=("late",), blocks=9, requests=2.0, inside_s=0.1, preempts=1.0),
+    "V1",
+    replace(SETTINGS, open_per_link=256, yields=8),
+    CONFIGS["tp2"],
+)
 def landed_ranks_are_asked_again(patch: Patch) -> None:
     """F17: what gave way on one rank and landed on another is registered anew on both, though nobody sends twice."""
     patch.setattr(Ledger, "_resume", lambda self, entry, out: self._requeue(entry, out))

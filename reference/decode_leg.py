@@ -1,0 +1,54 @@
+"""One request of a decode engine: what is known of it, and where it stands. `decode_legs.py` moves it on."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from pushkv.reference.identity import Identity
+from pushkv.reference.ports import Address
+
+
+class State(enum.Enum):
+    NEW = "new"
+    WAITING = "waiting"
+    READY = "ready"
+    ADMITTED = "admitted"
+    HOLDING = "holding"
+    FAILED = "failed"
+    FAILING = "failing"
+    DONE = "done"
+
+
+class Books(enum.Enum):
+    """What the ledger has of a transfer, as far as its news tell."""
+
+    UNTOLD = "untold"
+    OPEN = "open"  # its verdict is still to come
+    READY = "ready"  # landed; waits for Loaded
+    FAILED = "failed"  # direct: the verdict is failed, the memory not settled
+    CLOSED = "closed"
+
+
+class Leg:
+    __slots__ = (
+        "asked_from", "base", "blocks", "books", "direct", "identity", "kept", "length", "peer", "prompt", "reason",
+        "request_id", "starved", "state", "steps_back", "tokens", "unwanted",
+    )  # fmt: skip
+
+    def __init__(self, request_id: str, prompt: int, length: int, tokens: int) -> None:
+        self.request_id = request_id
+        self.prompt = prompt  # tokens of the prompt
+        self.length = length  # of which so many move
+        self.tokens = tokens  # the same, rounded up to what the layout can move
+        self.base = 0  # the first token that was asked for
+        self.asked_from = 0  # tokens that were computed here when vLLM was last answered
+        self.state = State.NEW
+        self.books = Books.UNTOLD
+        self.identity: Identity | None = None
+        self.peer: Address | None = None
+        self.direct = self.starved = self.steps_back = False
+        self.unwanted = False  # the books are to be closed whatever comes
+        self.blocks: Any = None  # vLLM's `KVCacheBlocks`
+        self.kept: list[Any] = []  # those of them that we keep from others
+        self.reason = ""

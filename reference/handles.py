@@ -1,0 +1,107 @@
+"""What the scheduler side calls a transfer, and what everybody else calls it.
+
+The scheduler side knows a transfer by vLLM's request id, at once and at no cost: the *handle*. Ranks, ledgers and peers
+know it by its *key*, which holds a digest of the prompt (`identity.py`) and so costs time that grows with the prompt.
+The office computes it on its own thread, before it looks at the first word about the handle, and translates: words of
+the scheduler on their way in, news on their way out.
+
+Decides which of two live requests with the same key is refused: the later one. Not thread-safe but for `key`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pushkv.model.protocol import events as ev
+from pushkv.reference.identity import Identity, IdentityError
+
+AMBIGUOUS = "another live request has the same transfer id"
+
+
+class Handles:
+    """All of one engine: a handle is here from `add` until the books have closed its transfer."""
+
+    __slots__ = ("_half", "_keys", "_refused", "_sides")
+
+    def __init__(self) -> None:
+        self._keys: dict[str, str] = {}
+        self._sides: tuple[dict[str, str], dict[str, str]] = ({}, {})  # key -> handle: received here, sent from here
+        self._half: set[str] = set()  # keys sent from here of which one of `Finished` and `Release` was told
+        self._refused: dict[str, tuple[str, str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys) + len(self._refused)
+
+    def add(self, handle: str, identity: Identity, sends: bool) -> str:
+        """Computes the key of `handle`. Returns "" or why it is refused: "ambiguous" or "identity"."""
+        try:
+            key = identity.key()
+        except IdentityError as error:
+            self._refused[handle] = ("identity", str(error))
+            return "identity"
+        handles = self._sides[sends]
+        if key in handles:
+            self._refused[handle] = ("ambiguous", AMBIGUOUS)
+            return "ambiguous"
+        handles[key] = handle
+        self._keys[handle] = key
+        return ""
+
+    def key(self, handle: str) -> str:
+        """As ranks and peers know it. From any thread, once there was news of it. What was never added is a key."""
+        return self._keys.get(handle, handle)
+
+    def inward(self, word: Any) -> Any:
+        """`word` of the scheduler about the key instead of the handle; None: the handle was refused."""
+        handle = getattr(word, "transfer_id", None)
+        if handle is None:
+            return word
+        key = self._keys.get(handle)
+        if key is not None:
+            return msgspec.structs.replace(word, transfer_id=key)
+        return None if handle in self._refused else word
+
+    def refusals(self, word: Any) -> tuple[ev.Record, ...]:
+        """What is told instead when `word` is about a handle that was refused. A prefill engine is not bothered before
+        its prompt has ended: until then the request is served as if nobody wanted its cache.
+        """
+        handle = word.transfer_id
+        if isinstance(word, ev.Abort) or (isinstance(word, ev.Computed) and word.final):
+            _, why = self._refused.pop(handle)
+            return ev.Finished(handle, False, why), ev.Release(handle)
+        return ()
+
+    def refused_arrival(self, handle: str) -> ev.Fail:
+        """The verdict of an arrival that was refused."""
+        _, why = self._refused.pop(handle)
+        return ev.Fail(handle, why, True)
+
+    def outward(self, news: Any) -> Any:
+        """`news` of the ledger about the handle instead of the key."""
+        key, sent = news.transfer_id, isinstance(news, (ev.Finished, ev.Release))
+        handle = self._sides[sent].get(key)
+        if handle is None:
+            return news
+        if sent:
+            if key in self._half:  # both have been told: the books have closed it
+                self._half.discard(key)
+                self._drop(key, sent)
+            else:
+                self._half.add(key)
+        return msgspec.structs.replace(news, transfer_id=handle)
+
+    def received(self, key: str) -> None:
+        """The books have closed the incoming transfer `key`."""
+        self._drop(key, False)
+
+    def _drop(self, key: str, sent: bool) -> None:
+        handle = self._sides[sent].pop(key, None)
+        if handle is not None:
+            del self._keys[handle]
+
+    def sizes(self) -> Mapping[str, int]:
+        """How much is kept, for leak checks."""
+        return {"handles": len(self._keys), "refused": len(self._refused), "half": len(self._half)}

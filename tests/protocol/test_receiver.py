@@ -1,0 +1,257 @@
+"""Single decisions of a receiver, which long runs seldom come to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pushkv.model.protocol import GAVE_WAY, Endpoint
+from pushkv.model.protocol import events as ev
+from pushkv.model.protocol import messages as msg
+from pushkv.sim.explore.world import SETTINGS
+from tests.protocol.test_contract import LINK, ME, YOU, endpoint, heard, said
+
+OTHER = ("E", 0)
+WANTED = ev.Expect("t", (LINK,), 4, False, 1, (1,))
+
+
+def written(part: int, tokens: int, last: bool, attempt: int = 1) -> ev.Received:
+    return heard(msg.Written(YOU, ME, attempt, part, tokens, last))
+
+
+def failed(reason: str, attempt: int = 1, link: ev.Link = LINK) -> ev.Received:
+    return heard(msg.Failed(YOU, ME, attempt, reason), link)
+
+
+def expecting(*expected: ev.Record, links: tuple[ev.Link, ...] = (LINK,), **settings: Any) -> Endpoint:
+    made = endpoint(*links, **settings)
+    made.step(expected or (WANTED,), 0.0, [])
+    return made
+
+
+def kinds(made: Endpoint, *events: ev.Record, now: float = 0.0) -> list[str]:
+    return [type(action).__name__ for action in said(made, *events, now=now)]
+
+
+# ---------------------------------------------------------------- arrivals
+
+
+def test_more_than_was_wanted_is_not_believed() -> None:
+    made = expecting()
+    assert said(made, written(0, 5, True)) == []
+    assert made.receiver.counters == {"written_refused": 1}
+    assert said(made, written(0, 4, True)) == [ev.Landed("t")]
+
+
+def test_what_has_no_memory_cannot_have_been_written() -> None:
+    """F27: whoever says so."""
+    made = expecting(ev.Expect("t", (LINK,), 4, False))
+    assert said(made, written(0, 4, True)) == []
+    assert made.receiver.counters == {"written_refused": 1}
+
+
+def test_fewer_than_wanted_are_a_failure() -> None:
+    """I3: all parts are there, and they do not make up the prompt."""
+    made = expecting()
+    assert said(made, written(0, 2, False), written(1, 1, True)) == [
+        ev.Broken("t", "fewer tokens than wanted"), ev.Settled("t")
+    ]  # fmt: skip
+
+
+def test_a_part_that_comes_twice_counts_once() -> None:
+    made = expecting()
+    assert said(made, written(0, 2, False), written(0, 2, False)) == []
+    assert said(made, written(1, 2, True)) == [ev.Landed("t")]
+    assert said(made, written(1, 2, True), failed("late")) == []
+    assert made.receiver.counters == {"written_again": 1, "written_late": 1, "closing_late": 1}
+
+
+def test_what_landed_for_a_forgotten_attempt_does_not_count_for_the_next() -> None:
+    """Rule 7: the sender wrote one part, failed, and has forgotten that it did."""
+    made = expecting()
+    assert kinds(made, written(0, 2, False), failed(msg.FORGOTTEN)) == ["Hello"]
+    again = heard(msg.Welcome(YOU, ME, 1, 6))
+    assert said(made, again) == [msg.Register(ME, YOU, 7, "t", 4, 1, False, 7, (1,))]
+    assert said(made, written(1, 2, True, attempt=7)) == []
+    assert said(made, written(0, 2, False, attempt=7)) == [ev.Landed("t")]
+
+
+def test_what_was_offered_and_is_forgotten_has_failed() -> None:
+    """Somebody had answered it: that it is asked again is for its client to say."""
+    made = expecting(ev.Expect("t", (LINK,), 4, False))
+    offer = heard(msg.Offer(YOU, ME, 1, 4, True))
+    assert said(made, offer) == [ev.Offered("t", True)]
+    assert said(made, failed(msg.FORGOTTEN))[:2] == [ev.Broken("t", msg.FORGOTTEN), ev.Settled("t")]
+
+
+def test_what_arrives_with_the_deadline_has_arrived() -> None:
+    """Rule 9: events first, then what is due."""
+    made = expecting()
+    late = SETTINGS.wait_s + 1.0
+    assert kinds(made, written(0, 4, True), now=late)[0] == "Landed"
+    made = expecting()
+    assert kinds(made, now=late)[0] == "Broken"
+
+
+# ---------------------------------------------------------------- offers
+
+
+def test_an_offer_is_told_when_all_senders_have_made_theirs() -> None:
+    """Once as begun and once as finished, whatever comes again or out of order."""
+    made = expecting(ev.Expect("t", (LINK, OTHER), 4, False), links=(LINK, OTHER))
+
+    def offer(link: ev.Link, finished: bool) -> list[Any]:
+        return said(made, heard(msg.Offer(YOU, ME, 1, 4, finished), link))
+
+    assert offer(LINK, True) == []
+    assert offer(OTHER, False) == [ev.Offered("t", False)]
+    assert offer(LINK, False) == []
+    assert offer(OTHER, False) == []
+    assert offer(OTHER, True) == [ev.Offered("t", True)]
+    assert offer(OTHER, True) == []
+
+
+def test_the_last_of_several_senders_says_that_all_have_begun() -> None:
+    made = expecting(ev.Expect("t", (LINK, OTHER), 4, False), links=(LINK, OTHER))
+    assert said(made, heard(msg.Offer(YOU, ME, 1, 4, False), OTHER)) == []
+    assert said(made, heard(msg.Offer(YOU, ME, 1, 4, False), LINK)) == [ev.Offered("t", False)]
+
+
+def test_a_prompt_that_is_too_short_is_not_offered() -> None:
+    made = expecting(ev.Expect("t", (LINK,), 4, False))
+    short = "the prompt is shorter than what is wanted"
+    assert said(made, heard(msg.Offer(YOU, ME, 1, 3, True))) == (
+        [ev.Broken("t", short), msg.Cancel(ME, YOU, 1, "t"), ev.Settled("t")]
+    )
+    assert said(made, heard(msg.Offer(YOU, ME, 1, 4, True))) == []
+    assert made.receiver.counters == {"offer_ignored": 1}
+
+
+# ---------------------------------------------------------------- the verdict, and what is settled
+
+
+def test_the_verdict_falls_once_and_memory_follows() -> None:
+    made = expecting()
+    at = SETTINGS.wait_s
+    made.step([heard(msg.Beat(YOU, ME, 0, 0, 0, 1))], at - 1.0, [])
+    assert [action for action in said(made, now=at) if not isinstance(action, msg.Beat)] == (
+        [ev.Broken("t", "deadline"), msg.Cancel(ME, YOU, 1, "t")]
+    )
+    assert said(made, heard(msg.Cancelled(YOU, ME, 1)), now=at) == [ev.Settled("t")]
+
+
+def test_the_first_reason_is_the_reason() -> None:
+    made = expecting(ev.Expect("t", (LINK, OTHER), 4, False, 1, (1,)), links=(LINK, OTHER))
+    assert said(made, failed("write failed")) == [msg.Cancel(ME, YOU, 1, "t")]
+    assert said(made, failed("aborted", link=OTHER)) == [ev.Broken("t", "write failed"), ev.Settled("t")]
+
+
+def test_nothing_wanted_is_nothing_exposed() -> None:
+    """A prefix hit has no memory that anybody could write to: it is settled with its verdict."""
+    made = expecting(ev.Expect("t", (LINK,), 0, False))
+    assert said(made, ev.Withdraw("t", "aborted")) == [msg.Cancel(ME, YOU, 1, "t"), ev.Settled("t")]
+
+
+def test_what_is_to_give_way_can_still_be_given_up() -> None:
+    """The second cancel says so: the sender may have kept on writing after the first."""
+    made = expecting()
+    assert said(made, ev.Withdraw("t", GAVE_WAY, True)) == [msg.Cancel(ME, YOU, 1, "t", True)]
+    assert said(made, ev.Withdraw("t", GAVE_WAY, True)) == []
+    assert said(made, ev.Withdraw("t", "aborted")) == [msg.Cancel(ME, YOU, 1, "t")]
+    assert said(made, ev.Withdraw("t", "aborted")) == []
+
+
+def test_what_one_sender_gives_back_all_must() -> None:
+    """Rule 8: said upwards once; the ledger's own word for it changes nothing more."""
+    made = expecting(ev.Expect("t", (LINK, OTHER), 4, False, 1, (1,)), links=(LINK, OTHER))
+    assert said(made, failed(GAVE_WAY)) == [ev.Broken("t", GAVE_WAY), msg.Cancel(ME, YOU, 1, "t", True)]
+    assert said(made, ev.Withdraw("t", GAVE_WAY, True)) == []
+    assert said(made, failed(GAVE_WAY, link=OTHER)) == [ev.Settled("t")]
+
+
+def test_what_a_sender_lacks_is_said_again_and_counted() -> None:
+    made = expecting(WANTED, ev.Expect("u", (LINK,), 4, False), ev.Expect("v", (LINK,), 4, False))
+    made.step([ev.Withdraw("v", "aborted")], 0.0, [])
+    lacking = heard(msg.Beat(YOU, ME, 0, 0, 0, 1, (), (1, 2, 3, 9)))
+    assert said(made, lacking) == [
+        msg.Register(ME, YOU, 1, "t", 4, 1, False, 1, (1,)),
+        msg.Grant(ME, YOU, 1, (1,)),
+        msg.Register(ME, YOU, 2, "u", 4, 1, False, 1),
+        msg.Cancel(ME, YOU, 3, "v"),
+    ]
+    assert made.receiver.counters == {"sent_again": 3}
+
+
+# ---------------------------------------------------------------- links that come, go and forget
+
+
+def test_numbers_begin_above_what_counts_as_seen() -> None:
+    """E4: a lower one would be taken for a duplicate."""
+    made = Endpoint(ME, SETTINGS)
+    made.step([ev.Expect("t", (LINK,), 4, False), heard(msg.Hello(YOU, 0, 1, 5))], 0.0, [])
+    registered = said(made, ev.Connected(LINK, YOU))[-1]
+    assert isinstance(registered, msg.Register) and registered.attempt == 6
+
+
+def test_numbers_of_a_forgotten_link_are_not_used_again() -> None:
+    made = endpoint(links=1)
+    made.step([WANTED, written(0, 4, True)], 0.0, [])
+    made.step([], 2 * SETTINGS.beat_s, [])
+    made.step([ev.Greet(OTHER)], 2 * SETTINGS.beat_s, [])
+    assert list(made.peers) == [OTHER]
+    made.step([heard(msg.Hello(YOU, 0, 1), OTHER), ev.Connected(OTHER, YOU)], 2 * SETTINGS.beat_s, [])
+    registered = said(made, ev.Expect("u", (OTHER,), 4, False), now=2 * SETTINGS.beat_s)[0]
+    assert registered.attempt == 2
+
+
+def test_the_proof_of_a_death_is_a_verdict() -> None:
+    """E2: at once; memory after the drain."""
+    made = expecting()
+    made.step([heard(msg.Beat(YOU, ME, 0, 0, 0, 1))], 0.5, [])
+    assert said(made, ev.ProcessGone(LINK, YOU), now=0.6) == [ev.Broken("t", "peer gone"), msg.Cancel(ME, YOU, 1, "t")]
+    assert said(made, now=0.6 + SETTINGS.drain_s / 2) == []
+    assert said(made, now=0.6 + SETTINGS.drain_s) == [ev.Disconnect(LINK, YOU), ev.Settled("t")]
+
+
+def test_what_a_living_sender_has_forgotten_is_registered_again() -> None:
+    """E4: it was suspected meanwhile, and greets with a floor above what is open."""
+    made = expecting()
+    welcome = msg.Welcome(YOU, ME, 1, 3)
+    assert said(made, heard(welcome)) == [msg.Register(ME, YOU, 4, "t", 4, 1, False, 4, (1,))]
+    assert said(made, heard(msg.Welcome(YOU, ME, 1, 3))) == []
+
+
+def test_a_silent_peer_gets_nothing_new() -> None:
+    """Rule 5: the verdict on it would be as late as the deadline."""
+    made = expecting()
+    told: list[str] = []
+    for beat in range(1, 8):
+        told += kinds(made, now=beat * SETTINGS.beat_s)
+    assert told.count("Broken") == 1
+    at = 7 * SETTINGS.beat_s
+    assert said(made, ev.Expect("u", (LINK,), 4, False), now=at) == [ev.Broken("u", "peer silent"), ev.Settled("u")]
+    made.step([heard(msg.Cancelled(YOU, ME, 1))], at, [])
+    assert kinds(made, ev.Expect("v", (LINK,), 4, False), now=at) == ["Register"]
+
+
+def test_a_peer_that_cannot_be_reached_is_a_verdict() -> None:
+    """Rule 5: also where nobody has ever answered."""
+    made = Endpoint(ME, SETTINGS)
+    assert kinds(made, WANTED) == ["Hello"]
+    told: list[Any] = []
+    while made.wake_at <= SETTINGS.suspect_after_s + SETTINGS.greet_s * 8 and not told:
+        told = [action for action in said(made, now=made.wake_at) if not isinstance(action, msg.Hello)]
+    assert told == [ev.Broken("t", "peer unreachable"), ev.Settled("t")]
+
+
+@pytest.mark.parametrize("unfit", [False, True])
+def test_a_peer_that_does_not_fit_is_a_verdict(unfit: bool) -> None:
+    made = Endpoint(ME, SETTINGS)
+    made.step([WANTED], 0.0, [])
+    if unfit:
+        made.step([heard(msg.Welcome(YOU, ME, 1))], 0.0, [])
+        assert said(made, ev.Unfit(LINK, YOU, "block sizes")) == [ev.Broken("t", "block sizes"), ev.Settled("t")]
+    else:
+        refusal = heard(msg.Welcome(YOU, ME, 1, 0, b"", "block sizes"))
+        assert said(made, refusal) == [ev.Broken("t", "block sizes"), ev.Settled("t")]
