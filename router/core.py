@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from pushkv.router.attempt import Attempt, ClientGone, Failed
+from pushkv.router.attempt import EVENT_ENDS, HELD_BYTES, Attempt, ClientGone, Failed
 from pushkv.router.gate import Gate
 from pushkv.router.metrics import RouterMetrics
 from pushkv.router.request import Ask, Refusal, error_body
@@ -24,9 +24,6 @@ from pushkv.router.upstream import UpstreamError
 log = logging.getLogger("pushkv.router")
 STALE = 8
 """Attempts that found a kept connection closed do not count; but so many in a row are no accident."""
-_END = (b"\n\n", b"\r\n\r\n")
-HELD_BYTES = 1 << 20
-"""An event that is not complete is held back up to this size."""
 _HOP = frozenset(
     b"connection keep-alive transfer-encoding content-length upgrade trailer date server x-request-id".split()
 )
@@ -147,8 +144,8 @@ class Router:
         while part:
             if rest:
                 part, rest = rest + part, b""
-            if not part.endswith(_END):  # only whole events: what follows a broken stream must be readable
-                whole = max(part.rfind(end) + len(end) for end in _END if end in part) if _ended(part) else 0
+            if not part.endswith(EVENT_ENDS):  # only whole events: what follows a broken stream must be readable
+                whole = max((part.rfind(end) + len(end) for end in EVENT_ENDS if end in part), default=0)
                 part, rest = part[:whole], part[whole:]
                 if len(rest) > HELD_BYTES:  # no stream of events
                     part, rest = part + rest, b""
@@ -167,6 +164,7 @@ class Router:
                 )
                 if error.reason in ("connect", "closed", "stale"):
                     self.decode.lost(attempt.servers[1])
+                attempt.end()
                 await client.body(_BROKEN, False)
                 return 200
             if not part and rest:
@@ -241,10 +239,6 @@ class Router:
         """A new server list; the other settings stay as they were at the start."""
         self.prefill.update(settings.prefill)
         self.decode.update(settings.decode)
-
-
-def _ended(part: bytes) -> bool:
-    return any(end in part for end in _END)
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

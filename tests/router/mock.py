@@ -71,7 +71,7 @@ Fault = Callable[[Seen], str]
 class Mock:
     """One server. prefill_s, token_s: how long it takes. fault: asked for every request that has legs."""
 
-    FAULTS = ("close", "hang", "die after two tokens", "half an answer", "garbage")
+    FAULTS = ("close", "hang", "die after two tokens", "half an answer", "garbage", "in small pieces")
 
     def __init__(self, role: str, name: str, wire: Wire, *, prefill_s: float = 0.002, token_s: float = 0.001) -> None:
         self.role, self.wire = role, wire
@@ -256,7 +256,14 @@ class Mock:
                 template["choices"][0]["delta"]["content"] = piece
             else:
                 template["choices"][0]["text"] = piece
-            writer.write(_chunk(b"data: " + json.dumps(template).encode() + b"\n\n"))
+            event = _chunk(b"data: " + json.dumps(template).encode() + b"\n\n")
+            if fault == "in small pieces":
+                for start in range(0, len(event), 7):
+                    writer.write(event[start : start + 7])
+                    await writer.drain()
+                    await asyncio.sleep(0)
+            else:
+                writer.write(event)
             await writer.drain()
             await asyncio.sleep(self.token_s)
         writer.write(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
