@@ -146,6 +146,26 @@ async def test_a_client_that_leaves_the_router_leaves_nothing_behind(cluster: Cl
         assert await router.counted("active") == 0
 
 
+async def test_more_streams_than_the_engines_run_at_once(
+    cluster: Cluster, oracle: Oracle, path: str, folder: Path
+) -> None:
+    """Some wait in the engines, some in the router's queue; every one is right, and nothing is left behind."""
+    pair = cluster.pair(Knobs(path=path), batch_tokens=256)
+    prompts = [words(40 + 7 * n, 5900 + n) for n in range(24)]
+    right = [await oracle.answer(prompt, TOKENS) for prompt in prompts]
+    config = folder / "router.toml"
+    servers = f'[[prefill]]\nurl = "{pair.prefill.url}"\n[[decode]]\nurl = "{pair.decode.url}"\n'
+    config.write_text("max_active = 18\n" + servers)
+    async with front(pair, folder / "router.log", "--config", str(config), named=True) as router, Client() as client:
+        server: Any = router
+        asked = [client.complete(server, prompt, TOKENS, stream=n % 2 == 0) for n, prompt in enumerate(prompts)]
+        for got, wanted in zip(await asyncio.gather(*asked), right, strict=True):
+            same(got, wanted)
+        assert await router.counted("dispatches_total") == len(prompts)
+        assert await router.counted("queue_seconds_count") > 0
+    await asyncio.to_thread(pair.emptied)
+
+
 def contract(prefill: Server, request_id: str) -> dict[str, Any]:
     """What vLLM's own example of a push router tells D: P's coordinates, and no transfer id."""
     return {
