@@ -208,3 +208,17 @@ def test_all_ranks_must_have_sent_and_let_go() -> None:
     assert done(ledger, released[1]) == [ev.Release("t")]
     assert done(ledger, sent[1]) == [ev.Finished("t", True, "")]
     assert ledger.open() == (0, 0) and ledger.steps == 4
+
+
+def test_what_settled_before_it_went_on_is_not_settled_after() -> None:
+    """Rule 2: of three ranks one had landed when the others gave way; those are written again, and both must settle."""
+    ledger = Ledger(SETTINGS, 3)
+    every = range(3)
+    done(ledger, arrived("v", ranks=3), *[offered("v", rank=rank) for rank in every], ev.Allocated("v", (1,)))
+    done(ledger, arrived("heir", ranks=3), *[offered("heir", True, rank) for rank in every])
+    assert yielding(done(ledger, ev.Starved("heir"))) == ["v"]
+    again = done(ledger, ev.FromRank(0, ev.Landed("v")), *[ev.FromRank(rank, ev.Settled("v")) for rank in (1, 2)])
+    assert [action.rank for action in again] == [1, 2]
+    done(ledger, ev.Aborted("v"))
+    assert done(ledger, ev.FromRank(1, ev.Settled("v"))) == []
+    assert done(ledger, ev.FromRank(2, ev.Settled("v"))) == [ev.Free("v", (1,))]

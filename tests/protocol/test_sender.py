@@ -230,6 +230,35 @@ def test_what_is_being_stopped_keeps_its_name_and_its_reason() -> None:
     assert said(made, ev.Begin("t", 4)) == [ev.Sent("t", False, "rejected"), ev.Released("t")]
 
 
+def test_what_is_being_stopped_for_a_dead_receiver_is_told_to_nobody() -> None:
+    """The host's word comes when nothing reads its memory any more; the name is free when nothing is active."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4, 1), register(1, packed=True), ev.Computed("t", 4, True), ev.Packed(1)], 0.0, [])
+    assert made.sender.claim(1, 0.0)
+    assert said(made, ev.Abort("t", "rejected")) == [ev.Abandon(1)]
+    assert said(made, ev.ProcessGone(LINK, YOU)) == []
+    with pytest.raises(LocalProtocolError, match="t began before"):
+        made.step([ev.Begin("t", 4)], 0.0, [])
+    assert said(made, ev.WriteQuiet(1)) == [ev.Sent("t", False, "rejected")]
+    assert made.sender.staged_bytes == 0 and made.sender.sizes()["transfers"] == 0
+
+
+def test_a_cancel_that_overtakes_its_registration_leaves_the_open_one() -> None:
+    """F11: another attempt is open on the same link."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4), register(1)], 0.0, [])
+    assert said(made, heard(msg.Cancel(YOU, ME, 2, "t"))) == [msg.Cancelled(ME, YOU, 2)]
+    assert said(made, ev.Computed("t", 4, True)) == [ev.Post(1, "t", LINK, 0, 4, False, (1,))]
+
+
+def test_a_grant_of_nothing_is_no_grant() -> None:
+    made = endpoint()
+    bare = heard(msg.Register(YOU, ME, 1, "t", 4, 1, False, 1))
+    made.step([ev.Begin("t", 4), bare, ev.Computed("t", 4, True)], 0.0, [])
+    assert said(made, heard(msg.Grant(YOU, ME, 1, None))) == []
+    assert said(made, heard(msg.Grant(YOU, ME, 1, (1,)))) == [ev.Post(1, "t", LINK, 0, 4, False, (1,))]
+
+
 def test_a_shard_is_quiet_when_all_its_writes_are() -> None:
     """F05, E1: the first of two says nothing of the second."""
     made = endpoint()
@@ -289,6 +318,15 @@ def test_the_lease_has_ended_at_its_end() -> None:
         made = endpoint()
         made.step([ev.Begin("t", 4), register(1), ev.Computed("t", 4, True)], 0.0, [])
         assert made.sender.claim(1, SETTINGS.lease_s + late) is may
+
+
+def test_the_lease_does_not_part_what_belongs_together() -> None:
+    """One part is posted, so the others follow."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4, 1, True), register(1, packed=True), ev.Computed("t", 2, False)], 0.0, [])
+    made.step([ev.Packed(1), ev.Computed("t", 4, True), ev.Packed(2)], 0.0, [])
+    assert made.sender.claim(1, SETTINGS.lease_s - 0.1)
+    assert made.sender.claim(2, SETTINGS.lease_s + 0.1)
 
 
 def test_the_lease_spares_what_is_posted_and_ends_the_rest() -> None:
