@@ -53,6 +53,15 @@ def test_an_answer_to_a_question_of_a_forgotten_link_proves_nothing() -> None:
     assert made.peers[LINK].state == "up"
 
 
+def test_nothing_is_said_while_the_transport_is_made() -> None:
+    """Neither the next greeting nor a beat, though something waits."""
+    made = Endpoint(ME, SETTINGS)
+    made.step([WANTED], 0.0, [])
+    assert said(made, heard(msg.Welcome(YOU, ME, 1))) == [ev.Connect(LINK, YOU, b"")]
+    assert said(made, now=SETTINGS.greet_s) == said(made, now=SUSPECT_S) == []
+    assert made.wake_at == SETTINGS.wait_s
+
+
 def test_a_greeting_that_was_given_up_is_not_answered_any_more() -> None:
     made = Endpoint(ME, SETTINGS)
     assert said(made, ev.Greet(LINK)) == [msg.Hello(ME, 0, 1)]
@@ -182,6 +191,17 @@ def test_a_pause_is_excused_once() -> None:
     assert "Broken" not in kinds(made, now=at)
     broken = [now for now in range(int(at) + 1, int(at) + 12) if "Broken" in kinds(made, now=float(now))]
     assert broken == [at + SUSPECT_S - BEAT_S]
+
+
+def test_a_pause_is_excused_by_each_links_own_deadline() -> None:
+    """Rule 6: a timer of another link that is long due excuses no silence here."""
+    made = endpoint(LINK, OTHER)
+    made.step([WANTED, ev.Expect("u", (OTHER,), 4, False, 1, (1,))], 0.0, [])
+    made.step([heard(NOTHING, OTHER)], 0.9, [])
+    made.peers[OTHER].wake_at = 9.0
+    made._rearm(made.peers[OTHER])
+    made.step([], 10.0, [])
+    assert (made.peers[LINK].heard_at, made.peers[OTHER].heard_at) == (9.0, 0.9)
 
 
 def test_a_greeting_is_a_sign_of_life() -> None:
