@@ -37,7 +37,7 @@ def test_a_request_sent_to_the_wrong_engine_counts_for_both() -> None:
 
 
 def test_a_pause_is_measured_link_by_link() -> None:
-    """How late the stalled peer's own timer is says nothing of the others' silence. (It was once measured by the earliest
+    """How late a stalled peer's timer is says nothing of the others' silence. (It was once measured by the earliest
     timer of all.)
     """
     assert check(STALLED, "paused", "fan-in", 2120).violation == ""
