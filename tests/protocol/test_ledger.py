@@ -188,6 +188,12 @@ def test_one_that_is_larger_than_its_peers_share_goes_alone() -> None:
     assert exposed(done(ledger, arrived("b", segments=1), offered("b"))) == []
 
 
+def test_a_share_may_be_used_up() -> None:
+    ledger = Ledger(replace(SETTINGS, landing_segments=8, landing_share=0.5))
+    for name, granted in (("a", ["a"]), ("b", ["b"]), ("c", [])):
+        assert exposed(done(ledger, arrived(name, segments=2), offered(name))) == granted
+
+
 def test_quarantine_bars_direct_transfers_only() -> None:
     """What lands in landing memory is safe whatever that peer still writes."""
     ledger = Ledger(replace(SETTINGS, quarantine_per_peer=1))

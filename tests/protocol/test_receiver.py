@@ -141,6 +141,35 @@ def test_the_verdict_falls_once_and_memory_follows() -> None:
     assert said(made, heard(msg.Cancelled(YOU, ME, 1)), now=at) == [ev.Settled("t")]
 
 
+def test_a_deadline_is_the_end_also_of_what_gives_way() -> None:
+    made = expecting()
+    assert said(made, ev.Withdraw("t", GAVE_WAY, True)) == [msg.Cancel(ME, YOU, 1, "t", True)]
+    made.step([heard(msg.Beat(YOU, ME, 0, 0, 0, 1))], SETTINGS.wait_s - 1.0, [])
+    told = [action for action in said(made, now=SETTINGS.wait_s) if not isinstance(action, msg.Beat)]
+    assert told == [ev.Broken("t", "deadline"), msg.Cancel(ME, YOU, 1, "t")]
+
+
+def test_one_that_has_landed_stops_nobody() -> None:
+    """F04: the others go on."""
+    made = expecting(ev.Expect("t", (LINK, OTHER), 4, False, 1, (1,)), links=(LINK, OTHER))
+    assert said(made, written(0, 4, True)) == []
+    assert said(made, heard(msg.Written(YOU, ME, 1, 0, 4, True), OTHER)) == [ev.Landed("t")]
+
+
+def test_one_token_is_enough_to_be_written() -> None:
+    """Rule 2: its memory waits for the writer's word."""
+    made = expecting(ev.Expect("t", (LINK,), 1, False, 1, (1,)))
+    assert said(made, ev.Withdraw("t", "aborted")) == [msg.Cancel(ME, YOU, 1, "t")]
+    assert said(made, heard(msg.Cancelled(YOU, ME, 1))) == [ev.Settled("t")]
+
+
+def test_what_was_never_sent_is_waited_for_by_nobody() -> None:
+    """One of two senders was never greeted; the other's word is enough."""
+    made = expecting(ev.Expect("t", (LINK, OTHER), 4, False, 1, (1,)))
+    assert said(made, ev.Withdraw("t", "aborted")) == [msg.Cancel(ME, YOU, 1, "t")]
+    assert said(made, heard(msg.Cancelled(YOU, ME, 1))) == [ev.Settled("t")]
+
+
 def test_the_first_reason_is_the_reason() -> None:
     made = expecting(ev.Expect("t", (LINK, OTHER), 4, False, 1, (1,)), links=(LINK, OTHER))
     assert said(made, failed("write failed")) == [msg.Cancel(ME, YOU, 1, "t")]
@@ -255,3 +284,4 @@ def test_a_peer_that_does_not_fit_is_a_verdict(unfit: bool) -> None:
     else:
         refusal = heard(msg.Welcome(YOU, ME, 1, 0, b"", "block sizes"))
         assert said(made, refusal) == [ev.Broken("t", "block sizes"), ev.Settled("t")]
+    assert kinds(made, ev.Expect("u", (LINK,), 4, False), now=1.0) == ["Hello"], "it is tried again"

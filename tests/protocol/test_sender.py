@@ -309,6 +309,24 @@ def test_nobody_gives_way_where_nothing_is_gained() -> None:
     assert made.sender.counters == {}
 
 
+def test_what_is_finished_does_not_give_way() -> None:
+    """Rule 8 at P: also when it has sent nothing yet, because another's parts fill the staging memory."""
+    made = endpoint(staging_bytes=4, staging_share=1.0)
+    for attempt, name in ((1, "sends"), (2, "waits")):
+        made.step([ev.Begin(name, 4, 1), register(attempt, name, packed=True), ev.Computed(name, 4, True)], 0.0, [])
+    assert made.sender.staged_bytes == 4 and len(made.sender.short) == 1
+    hungry = heard(msg.Register(YOU, ME, 3, "hungry", 4, 1, False, 1))
+    made.step([ev.Begin("hungry", 4), hungry, ev.Computed("hungry", 4, True)], 0.0, [])
+    assert said(made, ev.GiveWay()) == []
+
+
+def test_what_does_not_come_in_chunks_is_packed_when_it_is_finished() -> None:
+    made = endpoint()
+    made.step([ev.Begin("t", 4, 1), register(1, packed=True)], 0.0, [])
+    assert said(made, ev.Computed("t", 2, False)) == []
+    assert said(made, ev.Computed("t", 4, True)) == [ev.Pack(1, "t", LINK, 0, 4)]
+
+
 # ---------------------------------------------------------------- leases and other times
 
 
