@@ -192,6 +192,7 @@ def test_a_share_may_be_used_up() -> None:
     ledger = Ledger(replace(SETTINGS, landing_segments=8, landing_share=0.5))
     for name, granted in (("a", ["a"]), ("b", ["b"]), ("c", [])):
         assert exposed(done(ledger, arrived(name, segments=2), offered(name))) == granted
+    assert exposed(done(ledger, ev.FromRank(0, ev.Landed("a")), ev.Loaded("a"))) == ["c"]
 
 
 def test_quarantine_bars_direct_transfers_only() -> None:

@@ -91,6 +91,11 @@ def test_greetings_go_on_while_something_waits() -> None:
     assert made.peers == {}
 
 
+def test_a_word_for_a_predecessor_is_answered_by_a_question() -> None:
+    """F40: that tells its writer who is here now."""
+    assert said(endpoint(), heard(msg.Grant(YOU, 99, 1, ())), now=1.0) == [msg.Hello(ME, YOU, 1)]
+
+
 def test_doubt_asks_once_a_beat() -> None:
     made = endpoint()
     stranger = heard(msg.Grant(9, ME, 1, ()))

@@ -51,6 +51,12 @@ def test_what_has_no_memory_cannot_have_been_written() -> None:
     assert made.receiver.counters == {"written_refused": 1}
 
 
+def test_a_part_of_nothing_is_not_believed() -> None:
+    made = expecting(ev.Expect("t", (LINK,), 1, False, 1, (1,)))
+    assert said(made, written(0, 0, True)) == []
+    assert said(made, written(0, 1, True)) == [ev.Landed("t")]
+
+
 def test_fewer_than_wanted_are_a_failure() -> None:
     """I3: all parts are there, and they do not make up the prompt."""
     made = expecting()
@@ -243,6 +249,13 @@ def test_the_proof_of_a_death_is_a_verdict() -> None:
     assert said(made, now=0.6 + SETTINGS.drain_s) == [ev.Disconnect(LINK, YOU), ev.Settled("t")]
 
 
+def test_what_was_to_give_way_to_the_dead_is_over() -> None:
+    """It was registered after the last word of that process, but its successor is not asked for it."""
+    made = expecting()
+    made.step([ev.Withdraw("t", GAVE_WAY, True)], 0.0, [])
+    assert said(made, ev.ProcessGone(LINK, YOU))[0] == ev.Broken("t", "peer gone")
+
+
 def test_what_a_living_sender_has_forgotten_is_registered_again() -> None:
     """E4: it was suspected meanwhile, and greets with a floor above what is open."""
     made = expecting()
@@ -285,3 +298,4 @@ def test_a_peer_that_does_not_fit_is_a_verdict(unfit: bool) -> None:
         refusal = heard(msg.Welcome(YOU, ME, 1, 0, b"", "block sizes"))
         assert said(made, refusal) == [ev.Broken("t", "block sizes"), ev.Settled("t")]
     assert kinds(made, ev.Expect("u", (LINK,), 4, False), now=1.0) == ["Hello"], "it is tried again"
+    assert made.wake_at == 1.0 + SETTINGS.greet_s

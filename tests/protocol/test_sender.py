@@ -320,6 +320,45 @@ def test_what_is_finished_does_not_give_way() -> None:
     assert said(made, ev.GiveWay()) == []
 
 
+def test_one_rank_that_sends_keeps_its_transfer_from_giving_way() -> None:
+    """Rule 8 at P: the other rank waits for memory."""
+    made = endpoint(("D", 0), ("D", 1))
+    for rank, memory in ((0, (1,)), (1, None)):
+        word = msg.Register(YOU, ME, 1, "young", 4, 2, True, 1, memory)
+        made.step([heard(word, ("D", rank))], 0.0, [])
+    ready = msg.Register(YOU, ME, 2, "ready", 4, 1, False, 1)
+    made.step([ev.Begin("young", 4, 1, True), ev.Computed("young", 2, False)], 0.0, [])
+    made.step([ev.Begin("ready", 4), heard(ready, ("D", 0)), ev.Computed("ready", 4, True)], 0.0, [])
+    assert said(made, ev.GiveWay()) == []
+
+
+def test_who_waits_for_staging_waits_once() -> None:
+    made = endpoint(staging_bytes=4, staging_share=1.0)
+    for attempt, name in ((1, "sends"), (2, "waits")):
+        made.step([ev.Begin(name, 4, 1, True), register(attempt, name, packed=True)], 0.0, [])
+    made.step([ev.Computed("sends", 4, True), ev.Computed("waits", 2, False)], 0.0, [])
+    made.step([ev.Computed("waits", 3, False), ev.Computed("waits", 4, True)], 0.0, [])
+    assert len(made.sender.short) == 1
+
+
+def test_nothing_wanted_is_handed_over_by_a_word() -> None:
+    """A prefix hit: the count is closed at once, and the source is free when the prefill is."""
+    made = endpoint()
+    none = heard(msg.Register(YOU, ME, 1, "t", 0, 1, False, 1, ()))
+    assert said(made, ev.Begin("t", 4), none) == [
+        msg.Written(ME, YOU, 1, 0, 0, True), ev.Sent("t", True, ""), ev.Released("t")
+    ]  # fmt: skip
+
+
+def test_what_a_host_says_of_what_is_being_stopped_is_let_be() -> None:
+    """It has not heard of the end yet."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4), register(1), ev.Computed("t", 4, True)], 0.0, [])
+    assert made.sender.claim(1, 0.0)
+    made.step([heard(msg.Cancel(YOU, ME, 1, "t"))], 0.0, [])
+    assert said(made, ev.Preempted("t"), ev.Computed("t", 4, True)) == []
+
+
 def test_what_does_not_come_in_chunks_is_packed_when_it_is_finished() -> None:
     made = endpoint()
     made.step([ev.Begin("t", 4, 1), register(1, packed=True)], 0.0, [])
@@ -359,6 +398,21 @@ def test_the_lease_spares_what_is_posted_and_ends_the_rest() -> None:
     end = at + SETTINGS.write_s
     told = [a for a in said(made, now=end) if not isinstance(a, (msg.Beat, msg.Hello))]
     assert told == [ev.Abandon(1), ev.Sent("t", False, "lease")]
+
+
+def test_all_writes_together_have_their_time() -> None:
+    """Rule 5: each may be quick, and there is no end of them."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4, 1, True), register(1, packed=True), ev.Computed("t", 2, False), ev.Packed(1)], 0.0, [])
+    made.step([ev.Computed("t", 4, True), ev.Packed(2)], 0.0, [])
+    end = SETTINGS.lease_s + SETTINGS.write_s
+    assert made.sender.claim(1, SETTINGS.lease_s - 0.1)
+    assert made.sender.sizes()["armed"] == 2
+    made.step([ev.WriteDone(1)], SETTINGS.lease_s, [])
+    assert made.sender.claim(2, end - 0.5)
+    made.step([heard(msg.Beat(YOU, ME, 0, 0, 1, 1))], end - 0.5, [])
+    told = [a for a in said(made, now=end) if not isinstance(a, (msg.Beat, msg.Hello))]
+    assert told == [ev.Abandon(2), ev.Sent("t", False, "writes took too long")]
 
 
 def test_a_write_has_its_time() -> None:
