@@ -37,6 +37,7 @@ def test_an_abort_that_crosses_the_last_notice_gives_the_memory_back() -> None:
     """F16: the verdict is the abort's; what has landed after it is settled."""
     ledger = Ledger(SETTINGS)
     done(ledger, arrived("t", memory=(1, 2)), ev.Aborted("t"))
+    assert done(ledger, ev.Aborted("t")) == []
     assert done(ledger, ev.FromRank(0, ev.Landed("t"))) == [ev.Free("t", (1, 2))]
     assert ledger.open() == (0, 0)
     assert not ledger._quarantine  # a table by peer: nobody stays in it

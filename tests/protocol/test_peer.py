@@ -96,6 +96,12 @@ def test_a_word_for_a_predecessor_is_answered_by_a_question() -> None:
     assert said(endpoint(), heard(msg.Grant(YOU, 99, 1, ())), now=1.0) == [msg.Hello(ME, YOU, 1)]
 
 
+def test_nobody_is_asked_while_the_fabric_drains() -> None:
+    made = endpoint()
+    made.step([ev.ProcessGone(LINK, YOU)], 1.0, [])
+    assert said(made, heard(msg.Grant(9, ME, 1, ())), now=1.0) == []
+
+
 def test_doubt_asks_once_a_beat() -> None:
     made = endpoint()
     stranger = heard(msg.Grant(9, ME, 1, ()))
@@ -231,6 +237,12 @@ def test_who_is_heard_again_gets_new_registrations() -> None:
     made, now = _suspected()
     made.step([heard(NOTHING)], now, [])
     assert kinds(made, ev.Expect("u", (LINK,), 4, False), now=now) == ["Register"]
+
+
+def test_a_strangers_greeting_is_no_sign_of_life() -> None:
+    made, now = _suspected()
+    made.step([heard(msg.Hello(9, 0, 1))], now, [])
+    assert made.peers[LINK].state == "suspect"
 
 
 def test_a_greeting_ends_suspicion() -> None:

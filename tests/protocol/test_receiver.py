@@ -83,6 +83,12 @@ def test_what_landed_for_a_forgotten_attempt_does_not_count_for_the_next() -> No
     assert said(made, written(0, 2, False, attempt=7)) == [ev.Landed("t")]
 
 
+def test_whoever_has_forgotten_is_asked_until_it_answers() -> None:
+    made = expecting()
+    assert kinds(made, failed(msg.FORGOTTEN)) == ["Hello"]
+    assert kinds(made, now=SETTINGS.beat_s) == ["Beat", "Hello"]
+
+
 def test_what_was_offered_and_is_forgotten_has_failed() -> None:
     """Somebody had answered it: that it is asked again is for its client to say."""
     made = expecting(ev.Expect("t", (LINK,), 4, False))
@@ -120,7 +126,7 @@ def test_an_offer_is_told_when_all_senders_have_made_theirs() -> None:
 
 def test_the_last_of_several_senders_says_that_all_have_begun() -> None:
     made = expecting(ev.Expect("t", (LINK, OTHER), 4, False), links=(LINK, OTHER))
-    assert said(made, heard(msg.Offer(YOU, ME, 1, 4, False), OTHER)) == []
+    assert said(made, heard(msg.Offer(YOU, ME, 1, 4, True), OTHER)) == []
     assert said(made, heard(msg.Offer(YOU, ME, 1, 4, False), LINK)) == [ev.Offered("t", False)]
 
 
@@ -185,6 +191,7 @@ def test_the_first_reason_is_the_reason() -> None:
 def test_nothing_wanted_is_nothing_exposed() -> None:
     """A prefix hit has no memory that anybody could write to: it is settled with its verdict."""
     made = expecting(ev.Expect("t", (LINK,), 0, False))
+    assert said(made, ev.Expose("t", ())) == []
     assert said(made, ev.Withdraw("t", "aborted")) == [msg.Cancel(ME, YOU, 1, "t"), ev.Settled("t")]
 
 

@@ -53,6 +53,7 @@ def test_a_cancel_that_overtakes_its_registration_is_kept() -> None:
     """E4: answered at once, refused for ever, and the prefill is not waited for."""
     made = endpoint()
     assert said(made, heard(msg.Cancel(YOU, ME, 1, "t"))) == [msg.Cancelled(ME, YOU, 1)]
+    assert said(made, heard(msg.Cancel(YOU, ME, 1, "t"))) == [msg.Cancelled(ME, YOU, 1)]
     assert said(made, register(1)) == [msg.Cancelled(ME, YOU, 1)]
     assert said(made, ev.Begin("t", 4)) == [ev.Sent("t", False, "cancelled"), ev.Released("t")]
 
@@ -407,7 +408,7 @@ def test_all_writes_together_have_their_time() -> None:
     made.step([ev.Computed("t", 4, True), ev.Packed(2)], 0.0, [])
     end = SETTINGS.lease_s + SETTINGS.write_s
     assert made.sender.claim(1, SETTINGS.lease_s - 0.1)
-    assert made.sender.sizes()["armed"] == 2
+    assert made.sender.sizes()["armed"] == made.sender.sizes()["deadlines"] == 2
     made.step([ev.WriteDone(1)], SETTINGS.lease_s, [])
     assert made.sender.claim(2, end - 0.5)
     made.step([heard(msg.Beat(YOU, ME, 0, 0, 1, 1))], end - 0.5, [])
@@ -483,3 +484,11 @@ def test_what_was_replaced_does_not_hide_what_replaced_it() -> None:
     assert made.sender.claim(1, 0.0)
     assert ev.Sent("u", True, "") in said(made, ev.WriteDone(1))
     assert made.sender.sizes()["armed"] == 0
+
+
+def test_so_many_ends_are_remembered() -> None:
+    made = endpoint(remembered_ids=2)
+    made.step([ev.Abort(name, "rejected") for name in ("a", "b", "c")], 0.0, [])
+    assert said(made, ev.Begin("a", 4)) == []
+    for name in ("b", "c"):
+        assert said(made, ev.Begin(name, 4))[0] == ev.Sent(name, False, "rejected")
