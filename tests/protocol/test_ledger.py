@@ -160,6 +160,8 @@ def test_hunger_counts_when_the_prefill_is_finished() -> None:
     """Rule 8: one that waited before its prefill had ended has somebody give way when it has."""
     ledger = Ledger(SETTINGS)
     done(ledger, arrived("v"), offered("v"), ev.Allocated("v", (1,)))
+    done(ledger, arrived("fed"), offered("fed"))
+    assert done(ledger, offered("fed", True)) == [], "it has been asked, and has not said that it starves"
     assert done(ledger, arrived("heir"), offered("heir"))[-1] == ev.Admit("heir")
     assert done(ledger, ev.Starved("heir"), offered("heir")) == []
     assert yielding(done(ledger, offered("heir", True))) == ["v"]
@@ -227,6 +229,7 @@ def test_what_settled_before_it_went_on_is_not_settled_after() -> None:
     assert yielding(done(ledger, ev.Starved("heir"))) == ["v"]
     again = done(ledger, ev.FromRank(0, ev.Landed("v")), *[ev.FromRank(rank, ev.Settled("v")) for rank in (1, 2)])
     assert [action.rank for action in again] == [1, 2]
+    assert ledger._in["v"].state == "holding" and ledger.counters == {"gave_way": 1}
     done(ledger, ev.Aborted("v"))
     assert done(ledger, ev.FromRank(1, ev.Settled("v"))) == []
     assert done(ledger, ev.FromRank(2, ev.Settled("v"))) == [ev.Free("v", (1,))]

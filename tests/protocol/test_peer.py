@@ -130,7 +130,7 @@ def test_word_of_another_death_or_connection_is_not_heard() -> None:
     assert made.peers[LINK].state == "up"
     made.step([ev.ProcessGone(LINK, YOU)], 0.0, [])
     made.step([], SETTINGS.drain_s, [])
-    made.step([heard(msg.Hello(9, 0, 1)), ev.Connected(LINK, YOU)], SETTINGS.drain_s, [])
+    made.step([heard(msg.Hello(9, 0, 1)), ev.Connected(LINK, YOU), ev.Unfit(LINK, YOU, "no")], SETTINGS.drain_s, [])
     assert made.peers[LINK].state == "connecting"
 
 
@@ -162,6 +162,16 @@ def test_a_refusal_does_not_outlive_the_refused() -> None:
             assert kinds(made, now=SETTINGS.drain_s) == ["Disconnect"]
         made.step([heard(msg.Hello(9, 0, 4))], 2.0, [])
         assert said(made, ev.Connected(LINK, 9), now=2.0) == [msg.Welcome(ME, 9, 4)]
+
+
+def test_a_floor_only_rises() -> None:
+    """E4: an old greeting that comes late does not lower it."""
+    made = endpoint()
+    for floor, known in ((5, 5), (3, 5), (6, 6)):
+        made.step([heard(msg.Hello(YOU, ME, 9, floor))], 0.0, [])
+        assert made.peers[LINK].floor == known
+        made.step([heard(msg.Welcome(YOU, ME, 1, floor - 1))], 0.0, [])
+        assert made.peers[LINK].floor == known
 
 
 def test_a_word_on_a_refused_link_leads_to_a_greeting() -> None:
