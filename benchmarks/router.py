@@ -10,6 +10,7 @@ request is two: the prefill leg and the decode leg.
 * first token: so many streams at once, each of 40 tokens 50 ms apart, again and again; from sending a request to the
   first bytes of its body. "Added" is the difference of the percentiles to those of the direct requests.
 * requests per second: so many clients that send their next request when they have their answer, not streamed.
+* CPU time of the process in between, per request: what bounds it, also where others use the machine.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import shutil
 import statistics
@@ -24,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-NGINX = """worker_processes 1; daemon off; pid {folder}/pid; error_log {folder}/error.log;
+NGINX = """worker_processes 1; daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log;
 events {{ worker_connections 8192; }}
 http {{ access_log off; keepalive_requests 1000000000; client_body_temp_path {folder}; proxy_temp_path {folder};
   fastcgi_temp_path {folder}; uwsgi_temp_path {folder}; scgi_temp_path {folder};
@@ -196,22 +197,41 @@ async def ready(port: int) -> None:
     raise RuntimeError(f"nobody listens on port {port}")
 
 
-async def measure(ports: dict[str, int], options: argparse.Namespace, rss: Callable[[], float]) -> dict[str, Any]:
+def cpu_s(pid: int) -> float:
+    """CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rss_mib(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * 4096 / 2**20
+
+
+async def measure(ports: dict[str, int], options: argparse.Namespace, pids: dict[str, int]) -> dict[str, Any]:
     ways = [way for way in ("direct", "nginx", "router") if way in ports]
     for port in ports.values():
         await ready(port)
     first: dict[str, list[float]] = {way: [] for way in ways}
     rate: dict[str, list[float]] = {way: [] for way in ways}
+    cpu: dict[str, list[float]] = {way: [] for way in pids}
+    cpu_stream: dict[str, list[float]] = {way: [] for way in pids}
     for way in ways:  # connections are made, code is warm
         await load(ports[way], options.clients, 1.0, BODY, 0.1)
-    memory = [rss()]
+    memory = [rss_mib(pids["router"])]
     for _ in range(options.rounds):
         for way in ways:
+            before = cpu_s(pids[way]) if way in pids else 0.0
             got, _ = await load(ports[way], options.streams, options.seconds, STREAM, TOKENS * GAP_S)
             first[way] += got
+            if way in pids:
+                cpu_stream[way].append((cpu_s(pids[way]) - before) / len(got))
         for way in ways:
-            rate[way].append((await load(ports[way], options.clients, options.seconds / 2, BODY, 0.05))[1])
-    memory.append(rss())
+            before = cpu_s(pids[way]) if way in pids else 0.0
+            got, per_s = await load(ports[way], options.clients, options.seconds / 2, BODY, 0.05)
+            rate[way].append(per_s)
+            if way in pids:
+                cpu[way].append((cpu_s(pids[way]) - before) / len(got))
+    memory.append(rss_mib(pids["router"]))
     return {
         "streams": options.streams,
         "clients": options.clients,
@@ -224,6 +244,8 @@ async def measure(ports: dict[str, int], options: argparse.Namespace, rss: Calla
             for way in ways
         },
         "requests_per_s": {way: round(statistics.median(rate[way])) for way in ways},
+        "cpu_us_per_request": {way: round(1e6 * statistics.median(found)) for way, found in cpu.items()},
+        "cpu_us_per_stream": {way: round(1e6 * statistics.median(found)) for way, found in cpu_stream.items()},
         "router_rss_mib": [round(one, 1) for one in memory],
     }
 
@@ -238,6 +260,9 @@ def show(found: dict[str, Any]) -> None:
             f"{way:10}{times['p50']:>18.2f}{times['p99']:>10.2f}{added[0]:>12.2f}{added[1]:>12.2f}"
             f"{found['requests_per_s'][way]:>12,d}"
         )
+    for way, used in found["cpu_us_per_request"].items():
+        stream = found["cpu_us_per_stream"][way]
+        print(f"CPU time of {way}: {used} µs per request, {stream} µs per stream of {TOKENS} tokens")
     print(f"router's memory: {found['router_rss_mib'][0]} MiB before, {found['router_rss_mib'][1]} MiB after")
 
 
@@ -259,9 +284,9 @@ def main() -> None:
     ports = {name: options.port + number for number, name in enumerate(names)}
     with tempfile.TemporaryDirectory(prefix="pushkv-router-") as folder:
         running = start(Path(folder), ports)
-        statm = Path(f"/proc/{running[1].pid}/statm")
+        pids = {way: process.pid for way, process in zip(("router", "nginx"), running[1:], strict=False)}
         try:
-            found = uvloop.run(measure(ports, options, lambda: int(statm.read_text().split()[1]) * 4096 / 2**20))
+            found = uvloop.run(measure(ports, options, pids))
         finally:
             for process in reversed(running):
                 process.terminate()

@@ -83,7 +83,7 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         if [card.rank for card in cards] != list(range(self._setup.tp_size)):
             raise RuntimeError(f"{len(cards)} ranks have opened, {self._setup.tp_size} were expected")
         rules = rules_of(self._vllm_config, self._kv_cache_config, self._setup, KVConnectorBase_V1)
-        alone = local.get(self._setup.engine_id) if len(cards) == 1 else None
+        alone = local.get(self._setup.engine_id) if len(cards) == 1 and not cards[0].door else None
         open_office = opener_of_offices()
         self._scheduler = SchedulerSide(open_office(sized(self._setup, cards), cards, alone), rules)
         self._scheduler.decode.pool = self._pool

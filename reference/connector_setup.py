@@ -20,6 +20,8 @@ from pushkv.reference.rules import Rules
 from pushkv.reference.settings import ConnectorSettings, SettingsError
 from pushkv.reference.specs import group_of, layer_spec
 
+IN_PROCESS = (None, "uni", "external_launcher")
+"""Of vLLM's executors, those whose only worker runs in the scheduler's process."""
 ROLES = {"kv_producer": (True, False), "kv_consumer": (False, True), "kv_both": (True, True)}
 
 
@@ -55,6 +57,7 @@ def setup_of(vllm_config: Any, environ: Mapping[str, str]) -> EngineSetup:
         vllm_version=_vllm_version(),
         send=send,
         receive=receive,
+        apart=getattr(parallel, "distributed_executor_backend", None) not in IN_PROCESS,
     )
 
 

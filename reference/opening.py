@@ -66,11 +66,11 @@ def open_rank(setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[A
         vllm=setup.vllm_version,
         process=evidence.here(setup.host, setup.port + rank),
     )
-    own = "" if setup.tp_size == 1 else f".{rank}"
+    door = mailbox.Door() if setup.tp_size > 1 or setup.apart else None
+    own = "" if door is None else f".{rank}"  # the office in another process has files of its own
     trace = None
     if settings.trace:
         trace = Trace(settings.trace + own, protocol, setup.tp_size, {rank: incarnation}, setup.engine_id)
-    door = mailbox.Door() if setup.tp_size > 1 else None
     gathers = copier(regions, staging.tensor, segment, _stream(device))
     scatters = copier(regions, landing.tensor, segment, _stream(device))
     if isinstance(gathers, DeviceCopier) and isinstance(

@@ -231,7 +231,9 @@ class Rank(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """What both sides of one engine are opened with. port: of its rank 0, data-parallel offset included."""
+    """What both sides of one engine are opened with. port: of its rank 0, data-parallel offset included. apart: its
+    scheduler and its only rank live in different processes.
+    """
 
     settings: ConnectorSettings
     engine_id: str
@@ -245,6 +247,7 @@ class EngineSetup:
     vllm_version: str
     send: bool
     receive: bool
+    apart: bool = False
 
 
 class OpenRank(Protocol):

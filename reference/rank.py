@@ -19,7 +19,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,8 +31,8 @@ from pushkv.model.protocol import messages as msg
 from pushkv.model.protocol.states import Linking
 from pushkv.reference import facts as facts_
 from pushkv.reference.bell import Bell
-from pushkv.reference.fellow import Fellow
 from pushkv.reference.landing import Landing, Loading
+from pushkv.reference.meeting import Meeting, Met
 from pushkv.reference.office import Forget, Office, Open, Table, Total
 from pushkv.reference.ports import BlockIds, RankCard
 from pushkv.reference.prompts import Enqueued, Fence
@@ -61,15 +60,6 @@ HELPED_MS = 4
 ACTIVE_S = 50e-6
 SLOWEST_S = 1e-3
 """Between two looks while writes or copies of our own are under way: first, and when nothing has moved for long."""
-
-
-class Met:
-    """From the thread that connects: ``fellow`` is behind ``link``."""
-
-    __slots__ = ("fellow", "link")
-
-    def __init__(self, link: ev.Link, fellow: Fellow) -> None:
-        self.link, self.fellow = link, fellow
 
 
 class Rank:
@@ -101,11 +91,12 @@ class Rank:
         self.device = facts.regions[0].device if facts.regions else 0
         self._on_device = staging[0].tensor.is_cuda
         self._open_ms = HELPED_MS if self._on_device and transport.arrival == "completion" else OPEN_MS
-        self.evidence, self.trace, self.door, self.log = evidence, trace, door, log
+        self.trace, self.door, self.log = trace, door, log
+        self.meeting = Meeting(self, evidence)
+        self.fellows = self.meeting.fellows
         self.endpoint = Endpoint(self.incarnation, settings, facts_.encode(facts))
         self.bell = Bell(self._ring) if self._on_device else None
         self._rung = False
-        self.fellows: dict[ev.Link, Fellow] = {}
         self.counters: dict[str, int] = {}
         self._longest_s = 0.0
         self.office: Office | None = None
@@ -113,8 +104,6 @@ class Rank:
         self.landing = Landing(self, landing)
         self.pending: deque[ev.Record] = deque()
         self._inbox: deque[object] = deque()
-        self._asked = 0.0
-        self._connecting = ThreadPoolExecutor(2, thread_name_prefix="pushkv-connect")
         self._open = self._looks = 0
         self.records: deque[dict[str, Any]] = deque(maxlen=RECORDS)
         self.card: RankCard | None = None
@@ -127,8 +116,8 @@ class Rank:
         self._thread = threading.Thread(target=self._run, name=f"pushkv-transfer-{self.number}", daemon=True)
         self._actions: dict[type[ev.Record], Callable[[Any, float], None]] = {
             ev.Send: self._send,
-            ev.Connect: self._connect,
-            ev.Disconnect: self._disconnect,
+            ev.Connect: self.meeting.connect,
+            ev.Disconnect: self.meeting.disconnect,
             ev.Pack: self.sending.pack,
             ev.Post: self.sending.post,
             ev.Abandon: self.sending.abandon,
@@ -241,7 +230,7 @@ class Rank:
 
     def _close(self) -> None:
         """The side channel goes last: once nobody listens there, peers may take this process for gone."""
-        for part in (self.bell, self.evidence, self.trace, self.log, self.door, self.transport, self.channel):
+        for part in (self.bell, self.meeting.evidence, self.trace, self.log, self.door, self.transport, self.channel):
             try:
                 if part is not None:
                     part.close()
@@ -258,7 +247,7 @@ class Rank:
         self._rung = False
         self.sending.poll(now)
         self.landing.poll(now)
-        self._evidence(now)
+        self.meeting.look(now)
         busy = False
         while self.pending or now >= self.endpoint.wake_at:
             busy = True
@@ -301,7 +290,7 @@ class Rank:
             elif isinstance(command, Forget):
                 self.landing.forget(command.transfer_id)
             elif isinstance(command, Met):
-                self._met(command)
+                self.meeting.met(command)
             elif isinstance(command, Loading):
                 self.landing.load(command)
             elif isinstance(command, Enqueued):
@@ -406,62 +395,6 @@ class Rank:
             return
         if not self.channel.send(action.link, frame):
             self.count("unsent")
-
-    def _connect(self, action: ev.Connect, now: float) -> None:
-        """Beside this thread (rule 6): pairing many layers takes milliseconds, a transport may take longer."""
-        self._connecting.submit(self._meet, action)
-
-    def _meet(self, action: ev.Connect) -> None:
-        """Compare both sides' facts and have the transport know the peer."""
-        link, incarnation = action.link, action.incarnation
-        try:
-            theirs = facts_.decode(action.facts)
-            refusal = facts_.refusal(self.facts, theirs)
-            if not refusal:
-                fellow = Fellow(incarnation, self.facts, theirs)
-                if fellow.outgoing is not None:
-                    fellow.agent = self.transport.connect(theirs.agent)
-                self.receive(Met(link, fellow))
-                return
-        except Exception as error:  # whatever it is, the machines get their answer
-            refusal = str(error) or repr(error)
-        log.warning("no transfer with %s/%d: %s", *link, refusal)
-        self.receive(ev.Unfit(link, incarnation, refusal[:4000]))
-
-    def _met(self, met: Met) -> None:
-        """A peer with whom transfers are possible."""
-        link, fellow = met.link, met.fellow
-        self.fellows[link] = fellow
-        if self.evidence is not None:
-            self.evidence.meet(link, fellow.incarnation, fellow.facts.process)
-        self.pending.append(ev.Connected(link, fellow.incarnation))
-
-    def _disconnect(self, action: ev.Disconnect, now: float) -> None:
-        fellow = self.fellows.get(action.link)
-        if fellow is None or fellow.incarnation != action.incarnation:
-            return
-        del self.fellows[action.link]
-        if self.evidence is not None:
-            self.evidence.forget(action.link)
-        if fellow.agent:
-            self.transport.disconnect(fellow.agent)
-
-    def _evidence(self, now: float) -> None:
-        """Ask the operating system about peers that are silent for two beats while something is open (E2)."""
-        if self.evidence is None:
-            return
-        beat_s = self.settings.beat_s
-        if now - self._asked >= beat_s:
-            self._asked = now
-            for link, fellow in self.fellows.items():
-                peer = self.endpoint.peers.get(link)
-                if peer is not None and now - peer.heard_at >= 2 * beat_s and self.endpoint.busy(link):
-                    self.evidence.ask(link, fellow.incarnation)
-        for link, incarnation in self.evidence.answers():
-            self.pending.append(ev.ProcessGone(link, incarnation))
-        for link in self.channel.replaced():
-            if link in self.fellows:
-                self.pending.append(ev.ProcessGone(link, self.fellows[link].incarnation))
 
     def count(self, name: str, by: int = 1) -> None:
         """Count ``name``."""

@@ -121,7 +121,9 @@ class Application:
         status = 500
         try:
             status = await self._route(scope, receive, client)
-        except ClientGone:
+        except (ClientGone, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not client.late:
+                raise
             self.router.metrics.count("clients_gone")
             status = 499
         except Refusal as refusal:

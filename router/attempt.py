@@ -31,6 +31,9 @@ from pushkv.router.settings import RouterSettings
 from pushkv.router.upstream import Exchange, UpstreamError
 
 _FOUND = (b'data: {"error"', b'data:{"error"')
+EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+HELD_BYTES = 1 << 20
+"""An event that is not complete is held back up to this size."""
 _REFUSED = (408, 429)
 """4xx that another server may answer otherwise."""
 
@@ -228,7 +231,7 @@ class Attempt:
         try:
             await leg.head()
             if self.ask.stream and leg.status == 200:
-                first = await leg.chunk()
+                first = await self._first_event(leg)
             else:
                 first = await leg.whole(self._settings.max_answer_bytes)
         except UpstreamError as error:
@@ -241,6 +244,18 @@ class Attempt:
         if self.ask.stream and leg.status == 200 and not first:
             raise self._broken("decode", UpstreamError("closed"))
         self._answering = True
+        if leg.status != 200 and "prefill" in self.legs:  # the client's mistake: nobody needs the prompt
+            self.legs["prefill"].abort()
+        return first
+
+    async def _first_event(self, leg: Exchange) -> bytes:
+        """Of a stream: whole, so that it can be looked at."""
+        first = await leg.chunk()
+        while first and not any(end in first for end in EVENT_ENDS) and len(first) < HELD_BYTES:
+            more = await leg.chunk()
+            if not more:
+                break
+            first += more
         return first
 
     def _cast_doubt(self, reason: str) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from pushkv.router.attempt import Attempt, ClientGone, Failed
+from pushkv.router.attempt import EVENT_ENDS, HELD_BYTES, Attempt, ClientGone, Failed
 from pushkv.router.gate import Gate
 from pushkv.router.metrics import RouterMetrics
 from pushkv.router.request import Ask, Refusal, error_body
@@ -24,7 +24,6 @@ from pushkv.router.upstream import UpstreamError
 log = logging.getLogger("pushkv.router")
 STALE = 8
 """Attempts that found a kept connection closed do not count; but so many in a row are no accident."""
-_END = b"\n\n"
 _HOP = frozenset(
     b"connection keep-alive transfer-encoding content-length upgrade trailer date server x-request-id".split()
 )
@@ -145,9 +144,11 @@ class Router:
         while part:
             if rest:
                 part, rest = rest + part, b""
-            if not part.endswith(_END):  # only whole events: what follows a broken stream must be readable
-                whole = part.rfind(_END) + len(_END)
-                part, rest = (part[:whole], part[whole:]) if whole >= len(_END) else (b"", part)
+            if not part.endswith(EVENT_ENDS):  # only whole events: what follows a broken stream must be readable
+                whole = max((part.rfind(end) + len(end) for end in EVENT_ENDS if end in part), default=0)
+                part, rest = part[:whole], part[whole:]
+                if len(rest) > HELD_BYTES:  # no stream of events
+                    part, rest = part + rest, b""
             if part:
                 await client.body(part, True)
             leg.limit(self.settings.token_gap_s)
@@ -163,6 +164,7 @@ class Router:
                 )
                 if error.reason in ("connect", "closed", "stale"):
                     self.decode.lost(attempt.servers[1])
+                attempt.end()
                 await client.body(_BROKEN, False)
                 return 200
             if not part and rest:

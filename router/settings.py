@@ -45,58 +45,40 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All of them. Times in seconds."""
+    """All of them; `SAYS` tells what each is for. Times in seconds."""
 
     prefill: tuple[ServerSettings, ...] = ()
     decode: tuple[ServerSettings, ...] = ()
     listen: str = "127.0.0.1:8100"
     mode: Mode = "push"
-    """What the engines' connector does: `push` (pushkv, NixlPushConnector) or `pull` (NixlConnector)."""
     dispatch: Dispatch = "parallel"
-    """Whether push sends both legs at once; pull never does."""
     policy: str = "least-tokens"
     session_header: str = "x-session-id"
     attempts: int = 3
-    """Pairs that a request is tried on at most."""
 
     max_active: int = 2048
-    """Requests that the engines have at once."""
     max_queued: int = 2048
-    """Requests that wait for one of them to end; more are refused with 429."""
     max_body_bytes: int = 32 << 20
     max_answer_bytes: int = 256 << 20
-    """An answer that is not streamed is held until it is complete, up to this size."""
 
     tls_cert: str | None = None
     tls_key: str | None = None
     upstream_ca: str | None = None
-    """Certificates that https:// servers are checked with (default: the system's)."""
     upstream_verify: bool = True
 
     connect_s: float = 2.0
     prefill_s: float = 600.0
-    """A whole prefill leg."""
     first_token_s: float = 600.0
-    """From the dispatch to the first bytes of the decode leg."""
     token_gap_s: float = 120.0
-    """Longest silence of a decode leg after that."""
     queue_s: float = 30.0
-    """Longest wait in the queue; then 429."""
     client_body_s: float = 30.0
-    """Until a client has sent its whole body."""
     client_stall_s: float = 60.0
-    """A client that takes nothing for so long has left."""
     client_idle_s: float = 30.0
-    """An idle connection of a client is closed."""
     upstream_idle_s: float = 3.0
-    """An idle connection to a server is closed; vLLM closes its own after 5 s."""
     health_every_s: float = 1.0
     health_s: float = 2.0
-    """Longest wait for the answer to a health check."""
     reload_every_s: float = 1.0
-    """How often the settings file is looked at."""
     drain_s: float = 60.0
-    """How long a router that was told to stop waits for what it has."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -163,6 +145,40 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
         return context
+
+
+SAYS: Mapping[str, str] = {
+    "prefill": "`[[prefill]]` tables: `url`; `engine_id`, `kv_host`, `kv_port`, `tp_size` of its connector; `drain`",
+    "decode": "`[[decode]]` tables: `url`, `drain`",
+    "listen": "address of the router",
+    "mode": "what the engines' connector does: push (pushkv, NixlPushConnector) or pull (NixlConnector)",
+    "dispatch": "whether push sends both legs at once; pull never does",
+    "policy": "who gets a request: round-robin, least-tokens, session or prefix",
+    "session_header": "requests with the same value are a session",
+    "attempts": "pairs that a request is tried on at most",
+    "max_active": "requests that the engines have at once",
+    "max_queued": "requests that wait for one of them to end; more get 429",
+    "max_body_bytes": "larger requests get 413",
+    "max_answer_bytes": "an answer that is not streamed is held until it is whole, up to this size",
+    "tls_cert": "certificate that clients are shown; with `tls_key`",
+    "tls_key": "its key",
+    "upstream_ca": "certificates that https:// servers are checked with, instead of the system's",
+    "upstream_verify": "whether they are checked at all",
+    "connect_s": "to connect to a server",
+    "prefill_s": "a whole prefill leg",
+    "first_token_s": "from the dispatch to the first bytes of the decode leg",
+    "token_gap_s": "longest silence of a stream after that",
+    "queue_s": "longest wait in the queue; then 429",
+    "client_body_s": "until a client has sent its body; then 408",
+    "client_stall_s": "a client that takes nothing for so long has left",
+    "client_idle_s": "an idle connection of a client is closed",
+    "upstream_idle_s": "an idle connection to a server is closed (vLLM closes its own after 5)",
+    "health_every_s": "between two looks at a server's /health",
+    "health_s": "longest wait for its answer",
+    "reload_every_s": "between two looks at the settings file",
+    "drain_s": "how long a router that was told to stop waits for what it has",
+}
+"""What each setting is for."""
 
 
 def address(text: str) -> tuple[str, int]:
@@ -239,7 +255,7 @@ def _sentence(error: msgspec.ValidationError) -> str:
 
 def table() -> str:
     """All settings as a Markdown table, for the docs."""
-    rows = ["| setting | type | default |", "|---|---|---|"]
+    rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
     hints = get_type_hints(RouterSettings)
     defaults = RouterSettings.__struct_defaults__
     fields = RouterSettings.__struct_fields__
@@ -253,7 +269,7 @@ def table() -> str:
             shown = " or ".join(get_args(hint)) or {"str": "text", "int": "whole", "float": "seconds"}.get(
                 hint.__name__, hint.__name__
             )
-        rows.append(f"| `{name}` | {shown} | {default} |")
+        rows.append(f"| `{name}` | {shown} | {default} | {SAYS[name]} |")
     return "\n".join(rows)
 
 

@@ -102,7 +102,9 @@ class Exchange:
             parts.append(part)
             size += len(part)
             if size > most:
-                self.abort(UpstreamError("too large"))
+                error = UpstreamError("too large")
+                self.abort(error)
+                raise error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def body(self) -> bytes:

@@ -12,14 +12,17 @@ import gc
 import json
 import os
 import pickle
+import platform
 import random
 import resource
 import signal
 import sys
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -31,6 +34,7 @@ from operators import edges, mutants
 
 ROOT = Path(__file__).resolve().parents[2]
 SURVIVORS = Path(__file__).with_name("survivors.toml")
+RESULTS = Path(__file__).with_name("results")
 PACKAGES = {"protocol": "pushkv.model.protocol", "layout": "pushkv.model.layout"}
 LEFT_OUT = {
     "protocol": (
@@ -119,7 +123,8 @@ class Runner:
         self.cost, self.calls = self._baseline()
         out = Path(self.options.out or os.devnull)
         if out.is_file():
-            self.results = json.loads(out.read_text(encoding="utf-8"))
+            before = json.loads(out.read_text(encoding="utf-8"))
+            self.results, self.cpu_s = before["results"], before["cpu_s"]
         gc.collect()
         gc.freeze()
         todo = list(jobs(self.package, self.options.only))
@@ -267,7 +272,8 @@ class Runner:
 
     def _save(self) -> None:
         if self.options.out:
-            Path(self.options.out).write_text(json.dumps(self.results, indent=0), encoding="utf-8")
+            found = {"cpu_s": round(self.cpu_s), "results": self.results}
+            Path(self.options.out).write_text(json.dumps(found, indent=0), encoding="utf-8")
 
 
 def _quiet() -> None:
@@ -278,6 +284,52 @@ def _quiet() -> None:
 
 def _fails(item: pytest.Item) -> bool:
     return any(report.failed for report in runtestprotocol(item, nextitem=None, log=False))
+
+
+def known() -> dict[str, str]:
+    """Mutants that live, and why they are no mistakes."""
+    entries = tomllib.loads(SURVIVORS.read_text(encoding="utf-8")).get("survivor", [])
+    return {entry["mutant"]: entry["why"] for entry in entries}
+
+
+def summary(package: str, runner: Runner) -> dict[str, Any]:
+    """What a run came to, for ``results/``. Mutants that are no more (the code has changed) are left out."""
+    every = {key for key, _, _ in jobs(package, [])}
+    results = {key: word for key, word in runner.results.items() if key in every}
+    modules: dict[str, dict[str, int]] = {}
+    for key in sorted(every):
+        counts = modules.setdefault(key.split(":")[0], {"killed": 0, "too long": 0, "alive": 0, "not tried": 0})
+        word = results.get(key, "not tried")
+        counts["alive" if word in ALIVE else word] += 1
+    versions = {name: version(name) for name in ("hypothesis", "msgspec", "numpy", "pytest")}
+    return {
+        "package": package,
+        "mutants": len(every),
+        "modules": modules,
+        "alive": sorted(key for key, word in results.items() if word in ALIVE),
+        "cpu_s": round(runner.cpu_s),
+        "budget_s": runner.options.budget,
+        "versions": {"python": platform.python_version(), **versions},
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print it."""
+    explained = known()
+    print(f"{'module':<12} {'killed':>7} {'too long':>9} {'alive':>6} {'not tried':>10}")
+    rows = [*found["modules"].items(), ("all", Counter())]
+    for _, counts in rows[:-1]:
+        rows[-1][1].update(counts)
+    for name, counts in rows:
+        print(
+            f"{name:<12} {counts['killed']:>7} {counts['too long']:>9} {counts['alive']:>6} {counts['not tried']:>10}"
+        )
+    left = [key for key in found["alive"] if key not in explained]
+    print(
+        f"{len(found['alive']) - len(left)} of those alive are no mistakes (survivors.toml), {len(left)} not looked at"
+    )
+    print(f"{found['cpu_s']} CPU s, {found['budget_s']:g} s of tests for a mutant at the most")
+    print(", ".join(f"{name} {number}" for name, number in found["versions"].items()))
 
 
 def main() -> int:
@@ -293,7 +345,13 @@ def main() -> int:
     parser.add_argument("--again", help="file with the keys of the mutants to try")
     parser.add_argument("--baseline", help="file that keeps what the tests cost and call, from run to run")
     parser.add_argument("--out", help="where to write every result as JSON")
+    parser.add_argument("--write", action="store_true", help="write the summary to results/, with --out's from before")
+    parser.add_argument("--show", action="store_true", help="print the summary in results/, and run nothing")
     options = parser.parse_args()
+    results = RESULTS / f"{options.package}.json"
+    if options.show:
+        show(json.loads(results.read_text(encoding="utf-8")))
+        return 0
     settings.register_profile(
         "mutation", deadline=None, derandomize=True, database=None, phases=(Phase.explicit, Phase.generate)
     )
@@ -306,14 +364,18 @@ def main() -> int:
     status = pytest.main(arguments, plugins=[runner])
     if status not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         return int(status)
-    known = {entry["mutant"] for entry in tomllib.loads(SURVIVORS.read_text(encoding="utf-8")).get("survivor", [])}
+    found = summary(options.package, runner)
+    if options.write:
+        results.parent.mkdir(exist_ok=True)
+        results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    show(found)
+    explained = known()
     survived = {key for key, word in runner.results.items() if word in ALIVE}
-    print(f"{len(runner.results)} mutants, {len(runner.results) - len(survived)} killed, {len(survived)} survive")
-    for key in sorted(survived - known):
+    for key in sorted(survived - explained.keys()):
         print(f"not explained: {key}  ({runner.results[key]})")
-    for key in sorted(known & set(runner.results) - survived):
+    for key in sorted(explained.keys() & runner.results.keys() - survived):
         print(f"explained, but killed: {key}")
-    return 1 if survived - known else 0
+    return 1 if survived - explained.keys() else 0
 
 
 if __name__ == "__main__":

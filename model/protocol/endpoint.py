@@ -103,10 +103,11 @@ class Endpoint:
             self.sender.refill(out)
 
     def _ring(self, now: float, out: Out) -> None:
-        late = now - self.alarm.at
-        if late > self.settings.pause_s:
-            for peer in self.peers.values():
-                peer.paused(late, now)
+        pause_s = self.settings.pause_s
+        if now - self.alarm.at > pause_s:
+            for peer in self.peers.values():  # each by its own deadline: another's says nothing of it (rule 6)
+                if now - peer.due > pause_s:
+                    peer.paused(now - peer.due, now)
         self._fire(now, out)
         self.alarm.at = min([deadlines.next_at() for deadlines in self._deadlines])
 

@@ -43,7 +43,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--exhaustive", action="store_true", help="no seeds: every interleaving of small worlds, until none is left"
     )
-    parser.add_argument("--deep", action="store_true", help="exhaustive: more and larger worlds; takes hours")
+    parser.add_argument("--deep", action="store_true", help="exhaustive: larger worlds too, never searched to the end")
     parser.add_argument("--only", metavar="NAME", help="exhaustive: worlds with this in their name")
     parser.add_argument("--limit", metavar="STATES", help="exhaustive: cut a world off after so many states")
     parser.set_defaults(unset={name: parser.get_default(name) for name in _OF_SEEDS})

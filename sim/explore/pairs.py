@@ -2,9 +2,7 @@
 of the same request (I7).
 
 Memory is ample in both, and what a process does inside takes no time, so that nothing but the protocol could carry
-what one transfer suffers over to another: chance is each transfer's and each lane's own. Beside a stalled peer nobody
-else is paused: how long a process was paused it sees by its earliest timer (rule 9), and that may be the stalled
-peer's, so that a silence is excused there which without it would not be (seed 2120 of ``paused``, ``fan-in``).
+what one transfer suffers over to another: chance is each transfer's and each lane's own.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ def play(case: Case, *, transcript: bool = False) -> Played:
     random = Random((case.seed << 8) | 7)
     actions: list[plan.AnyAction] = [action for action in case.plan() if not isinstance(action, plan.Preempt)]
     if case.check == STALLED:
-        actions = [action for action in actions if not isinstance(action, plan.Pause)]
         more, fewer, ignored = _stalled(random, actions, config)
     else:
         more, fewer, ignored = _earlier(random, actions)

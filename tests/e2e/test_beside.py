@@ -19,10 +19,8 @@ from .kinds import Knobs
 pytestmark = pytest.mark.usefixtures("only_pushkv")
 
 
-async def test_prompts_are_handed_over_beside_a_connector_that_stores(
-    cluster: Cluster, oracle: Oracle, path: str
-) -> None:
-    pair = cluster.pair(Knobs(path=path, beside=True, **{**SHORT, "faulty": False}))
+async def test_prompts_are_handed_over_beside_a_connector_that_stores(cluster: Cluster, oracle: Oracle) -> None:
+    pair = cluster.pair(Knobs(path="packed", beside=True, **{**SHORT, "faulty": False}))
     prompts = [words(64 * (1 + index), 8_100 + index) for index in range(4)]
     async with Client(BOUND_S) as client:
         expected = [await oracle.answer(prompt, 4) for prompt in prompts]

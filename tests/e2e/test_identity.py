@@ -9,15 +9,15 @@ import pytest
 from .answers import TOLERANCE, distance, same
 from .cluster import Cluster, Oracle
 from .dispatch import Client, for_decode, for_prefill, fresh, words
-from .faults import BOUND_S, SHORT
+from .faults import BOUND_S, SHORT, faulty_pair
 from .kinds import Knobs
 from .model import make_adapter
 
 pytestmark = pytest.mark.usefixtures("only_pushkv")
 
 
-async def test_the_cache_salt_is_part_of_what_is_handed_over(cluster: Cluster, oracle: Oracle, path: str) -> None:
-    pair = cluster.pair(Knobs(path=path, **{**SHORT, "faulty": False}))
+async def test_the_cache_salt_is_part_of_what_is_handed_over(cluster: Cluster, oracle: Oracle) -> None:
+    pair = await faulty_pair(cluster, "packed")
     prompt = words(100, 4711)
     expected = await oracle.answer(prompt, 4)
     async with Client(BOUND_S) as client:

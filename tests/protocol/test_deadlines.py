@@ -75,3 +75,17 @@ def test_what_is_armed_outlives_what_was_disarmed() -> None:
         deadlines.arm(other, float(at))
         assert deadlines.next_at() == 7.0
     assert [deadlines.pop_due(1e3), deadlines.pop_due(1e3), deadlines.pop_due(1e3)] == [one, other, None]
+
+
+def test_the_order_outlives_a_clearing_out() -> None:
+    deadlines, records = Deadlines[Record](), [Record(n) for n in range(60)]
+    for record in records:
+        deadlines.arm(record, float(record.name * 37 % 60))
+    for record in records[::2]:
+        deadlines.disarm(record)
+    for turn in range(80):
+        deadlines.arm(records[1], 100.0 + turn)
+    due = []
+    while (found := deadlines.pop_due(1e3)) is not None:
+        due.append(found.name)
+    assert due == [*sorted(range(3, 60, 2), key=lambda name: name * 37 % 60), 1]

@@ -37,6 +37,7 @@ def test_an_abort_that_crosses_the_last_notice_gives_the_memory_back() -> None:
     """F16: the verdict is the abort's; what has landed after it is settled."""
     ledger = Ledger(SETTINGS)
     done(ledger, arrived("t", memory=(1, 2)), ev.Aborted("t"))
+    assert done(ledger, ev.Aborted("t")) == []
     assert done(ledger, ev.FromRank(0, ev.Landed("t"))) == [ev.Free("t", (1, 2))]
     assert ledger.open() == (0, 0)
     assert not ledger._quarantine  # a table by peer: nobody stays in it
@@ -159,6 +160,8 @@ def test_hunger_counts_when_the_prefill_is_finished() -> None:
     """Rule 8: one that waited before its prefill had ended has somebody give way when it has."""
     ledger = Ledger(SETTINGS)
     done(ledger, arrived("v"), offered("v"), ev.Allocated("v", (1,)))
+    done(ledger, arrived("fed"), offered("fed"))
+    assert done(ledger, offered("fed", True)) == [], "it has been asked, and has not said that it starves"
     assert done(ledger, arrived("heir"), offered("heir"))[-1] == ev.Admit("heir")
     assert done(ledger, ev.Starved("heir"), offered("heir")) == []
     assert yielding(done(ledger, offered("heir", True))) == ["v"]
@@ -188,6 +191,13 @@ def test_one_that_is_larger_than_its_peers_share_goes_alone() -> None:
     assert exposed(done(ledger, arrived("b", segments=1), offered("b"))) == []
 
 
+def test_a_share_may_be_used_up() -> None:
+    ledger = Ledger(replace(SETTINGS, landing_segments=8, landing_share=0.5))
+    for name, granted in (("a", ["a"]), ("b", ["b"]), ("c", [])):
+        assert exposed(done(ledger, arrived(name, segments=2), offered(name))) == granted
+    assert exposed(done(ledger, ev.FromRank(0, ev.Landed("a")), ev.Loaded("a"))) == ["c"]
+
+
 def test_quarantine_bars_direct_transfers_only() -> None:
     """What lands in landing memory is safe whatever that peer still writes."""
     ledger = Ledger(replace(SETTINGS, quarantine_per_peer=1))
@@ -208,3 +218,18 @@ def test_all_ranks_must_have_sent_and_let_go() -> None:
     assert done(ledger, released[1]) == [ev.Release("t")]
     assert done(ledger, sent[1]) == [ev.Finished("t", True, "")]
     assert ledger.open() == (0, 0) and ledger.steps == 4
+
+
+def test_what_settled_before_it_went_on_is_not_settled_after() -> None:
+    """Rule 2: of three ranks one had landed when the others gave way; those are written again, and both must settle."""
+    ledger = Ledger(SETTINGS, 3)
+    every = range(3)
+    done(ledger, arrived("v", ranks=3), *[offered("v", rank=rank) for rank in every], ev.Allocated("v", (1,)))
+    done(ledger, arrived("heir", ranks=3), *[offered("heir", True, rank) for rank in every])
+    assert yielding(done(ledger, ev.Starved("heir"))) == ["v"]
+    again = done(ledger, ev.FromRank(0, ev.Landed("v")), *[ev.FromRank(rank, ev.Settled("v")) for rank in (1, 2)])
+    assert [action.rank for action in again] == [1, 2]
+    assert ledger._in["v"].state == "holding" and ledger.counters == {"gave_way": 1}
+    done(ledger, ev.Aborted("v"))
+    assert done(ledger, ev.FromRank(1, ev.Settled("v"))) == []
+    assert done(ledger, ev.FromRank(2, ev.Settled("v"))) == [ev.Free("v", (1,))]

@@ -112,6 +112,7 @@ def test_a_prefix_of_a_message_is_refused() -> None:
         (b"\x01\x08\x93\x01\x02\xa1a", "malformed"),
         (b"\x01\x08" + b"\x91" * 5000, "malformed"),
         (bytes(msg.MAX_FRAME_BYTES + 1), "oversized"),
+        (bytes((msg.VERSION, 0)).ljust(msg.MAX_FRAME_BYTES, b"\0"), "malformed"),
     ],
 )
 def test_refusals_have_a_kind(frame: bytes, kind: str) -> None:

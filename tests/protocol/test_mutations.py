@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from pushkv.sim.explore.ghost import Violation
 from tests.protocol.mutants import MUTANTS, hunt
 from tests.protocol.mutants.registry import SEEDS, Mutant
 from tests.protocol.mutants.table import ELSEWHERE, FAULTS, FILE, bare, rows
+from tests.protocol.transcripts import STORIES
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -24,6 +26,18 @@ def test_every_fault_has_a_mutant_or_lies_elsewhere() -> None:
     covered = {fault for mutant in MUTANTS.values() for fault in mutant.faults}
     assert covered | set(ELSEWHERE) == set(FAULTS)
     assert not covered & set(ELSEWHERE)
+
+
+def test_the_rules_name_what_there_is() -> None:
+    """Of the table in the document: each transcript, each mutant."""
+    document = (FILE.parent / "protocol.md").read_text(encoding="utf-8")
+    rows = [line for line in document.splitlines() if re.match(r"\| \d ", line)]
+    assert len(rows) == 9
+    for row in rows:
+        _, _, stories, mutants, _ = row.split("|")
+        found = [name for name in re.findall(r"`(\w+)`", stories) if not name.startswith("test_")]
+        assert set(found) <= STORIES.keys() and set(re.findall(r"`(\w+)`", mutants)) <= MUTANTS.keys()
+        assert (found or "none:" in stories) and "`" in mutants
 
 
 def test_the_table_is_fresh() -> None:

@@ -36,6 +36,13 @@ def test_a_request_sent_to_the_wrong_engine_counts_for_both() -> None:
     assert check(STALLED, "hostile", "fan-in", 5057).violation == ""
 
 
+def test_a_pause_is_measured_link_by_link() -> None:
+    """How late a stalled peer's timer is says nothing of the others' silence. (It was once measured by the earliest
+    timer of all.)
+    """
+    assert check(STALLED, "paused", "fan-in", 2120).violation == ""
+
+
 def first(kind: str, profile: str, shape: str) -> str:
     """What the first of some seeds breaks."""
     return next(filter(None, (check(kind, profile, shape, seed).violation for seed in range(20))), "")

@@ -53,6 +53,15 @@ def test_an_answer_to_a_question_of_a_forgotten_link_proves_nothing() -> None:
     assert made.peers[LINK].state == "up"
 
 
+def test_nothing_is_said_while_the_transport_is_made() -> None:
+    """Neither the next greeting nor a beat, though something waits."""
+    made = Endpoint(ME, SETTINGS)
+    made.step([WANTED], 0.0, [])
+    assert said(made, heard(msg.Welcome(YOU, ME, 1))) == [ev.Connect(LINK, YOU, b"")]
+    assert said(made, now=SETTINGS.greet_s) == said(made, now=SUSPECT_S) == []
+    assert made.wake_at == SETTINGS.wait_s
+
+
 def test_a_greeting_that_was_given_up_is_not_answered_any_more() -> None:
     made = Endpoint(ME, SETTINGS)
     assert said(made, ev.Greet(LINK)) == [msg.Hello(ME, 0, 1)]
@@ -80,6 +89,17 @@ def test_greetings_go_on_while_something_waits() -> None:
         (7 * first + 2 * SUSPECT_S, []),
     ]
     assert made.peers == {}
+
+
+def test_a_word_for_a_predecessor_is_answered_by_a_question() -> None:
+    """F40: that tells its writer who is here now."""
+    assert said(endpoint(), heard(msg.Grant(YOU, 99, 1, ())), now=1.0) == [msg.Hello(ME, YOU, 1)]
+
+
+def test_nobody_is_asked_while_the_fabric_drains() -> None:
+    made = endpoint()
+    made.step([ev.ProcessGone(LINK, YOU)], 1.0, [])
+    assert said(made, heard(msg.Grant(9, ME, 1, ())), now=1.0) == []
 
 
 def test_doubt_asks_once_a_beat() -> None:
@@ -110,7 +130,7 @@ def test_word_of_another_death_or_connection_is_not_heard() -> None:
     assert made.peers[LINK].state == "up"
     made.step([ev.ProcessGone(LINK, YOU)], 0.0, [])
     made.step([], SETTINGS.drain_s, [])
-    made.step([heard(msg.Hello(9, 0, 1)), ev.Connected(LINK, YOU)], SETTINGS.drain_s, [])
+    made.step([heard(msg.Hello(9, 0, 1)), ev.Connected(LINK, YOU), ev.Unfit(LINK, YOU, "no")], SETTINGS.drain_s, [])
     assert made.peers[LINK].state == "connecting"
 
 
@@ -142,6 +162,16 @@ def test_a_refusal_does_not_outlive_the_refused() -> None:
             assert kinds(made, now=SETTINGS.drain_s) == ["Disconnect"]
         made.step([heard(msg.Hello(9, 0, 4))], 2.0, [])
         assert said(made, ev.Connected(LINK, 9), now=2.0) == [msg.Welcome(ME, 9, 4)]
+
+
+def test_a_floor_only_rises() -> None:
+    """E4: an old greeting that comes late does not lower it."""
+    made = endpoint()
+    for floor, known in ((5, 5), (3, 5), (6, 6)):
+        made.step([heard(msg.Hello(YOU, ME, 9, floor))], 0.0, [])
+        assert made.peers[LINK].floor == known
+        made.step([heard(msg.Welcome(YOU, ME, 1, floor - 1))], 0.0, [])
+        assert made.peers[LINK].floor == known
 
 
 def test_a_word_on_a_refused_link_leads_to_a_greeting() -> None:
@@ -184,6 +214,17 @@ def test_a_pause_is_excused_once() -> None:
     assert broken == [at + SUSPECT_S - BEAT_S]
 
 
+def test_a_pause_is_excused_by_each_links_own_deadline() -> None:
+    """Rule 6: a timer of another link that is long due excuses no silence here."""
+    made = endpoint(LINK, OTHER)
+    made.step([WANTED, ev.Expect("u", (OTHER,), 4, False, 1, (1,))], 0.0, [])
+    made.step([heard(NOTHING, OTHER)], 0.9, [])
+    made.peers[OTHER].wake_at = 9.0
+    made._rearm(made.peers[OTHER])
+    made.step([], 10.0, [])
+    assert (made.peers[LINK].heard_at, made.peers[OTHER].heard_at) == (9.0, 0.9)
+
+
 def test_a_greeting_is_a_sign_of_life() -> None:
     made = endpoint()
     made.step([WANTED], 0.0, [])
@@ -206,6 +247,12 @@ def test_who_is_heard_again_gets_new_registrations() -> None:
     made, now = _suspected()
     made.step([heard(NOTHING)], now, [])
     assert kinds(made, ev.Expect("u", (LINK,), 4, False), now=now) == ["Register"]
+
+
+def test_a_strangers_greeting_is_no_sign_of_life() -> None:
+    made, now = _suspected()
+    made.step([heard(msg.Hello(9, 0, 1))], now, [])
+    assert made.peers[LINK].state == "suspect"
 
 
 def test_a_greeting_ends_suspicion() -> None:

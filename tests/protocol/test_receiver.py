@@ -51,6 +51,12 @@ def test_what_has_no_memory_cannot_have_been_written() -> None:
     assert made.receiver.counters == {"written_refused": 1}
 
 
+def test_a_part_of_nothing_is_not_believed() -> None:
+    made = expecting(ev.Expect("t", (LINK,), 1, False, 1, (1,)))
+    assert said(made, written(0, 0, True)) == []
+    assert said(made, written(0, 1, True)) == [ev.Landed("t")]
+
+
 def test_fewer_than_wanted_are_a_failure() -> None:
     """I3: all parts are there, and they do not make up the prompt."""
     made = expecting()
@@ -75,6 +81,12 @@ def test_what_landed_for_a_forgotten_attempt_does_not_count_for_the_next() -> No
     assert said(made, again) == [msg.Register(ME, YOU, 7, "t", 4, 1, False, 7, (1,))]
     assert said(made, written(1, 2, True, attempt=7)) == []
     assert said(made, written(0, 2, False, attempt=7)) == [ev.Landed("t")]
+
+
+def test_whoever_has_forgotten_is_asked_until_it_answers() -> None:
+    made = expecting()
+    assert kinds(made, failed(msg.FORGOTTEN)) == ["Hello"]
+    assert kinds(made, now=SETTINGS.beat_s) == ["Beat", "Hello"]
 
 
 def test_what_was_offered_and_is_forgotten_has_failed() -> None:
@@ -114,7 +126,7 @@ def test_an_offer_is_told_when_all_senders_have_made_theirs() -> None:
 
 def test_the_last_of_several_senders_says_that_all_have_begun() -> None:
     made = expecting(ev.Expect("t", (LINK, OTHER), 4, False), links=(LINK, OTHER))
-    assert said(made, heard(msg.Offer(YOU, ME, 1, 4, False), OTHER)) == []
+    assert said(made, heard(msg.Offer(YOU, ME, 1, 4, True), OTHER)) == []
     assert said(made, heard(msg.Offer(YOU, ME, 1, 4, False), LINK)) == [ev.Offered("t", False)]
 
 
@@ -141,6 +153,35 @@ def test_the_verdict_falls_once_and_memory_follows() -> None:
     assert said(made, heard(msg.Cancelled(YOU, ME, 1)), now=at) == [ev.Settled("t")]
 
 
+def test_a_deadline_is_the_end_also_of_what_gives_way() -> None:
+    made = expecting()
+    assert said(made, ev.Withdraw("t", GAVE_WAY, True)) == [msg.Cancel(ME, YOU, 1, "t", True)]
+    made.step([heard(msg.Beat(YOU, ME, 0, 0, 0, 1))], SETTINGS.wait_s - 1.0, [])
+    told = [action for action in said(made, now=SETTINGS.wait_s) if not isinstance(action, msg.Beat)]
+    assert told == [ev.Broken("t", "deadline"), msg.Cancel(ME, YOU, 1, "t")]
+
+
+def test_one_that_has_landed_stops_nobody() -> None:
+    """F04: the others go on."""
+    made = expecting(ev.Expect("t", (LINK, OTHER), 4, False, 1, (1,)), links=(LINK, OTHER))
+    assert said(made, written(0, 4, True)) == []
+    assert said(made, heard(msg.Written(YOU, ME, 1, 0, 4, True), OTHER)) == [ev.Landed("t")]
+
+
+def test_one_token_is_enough_to_be_written() -> None:
+    """Rule 2: its memory waits for the writer's word."""
+    made = expecting(ev.Expect("t", (LINK,), 1, False, 1, (1,)))
+    assert said(made, ev.Withdraw("t", "aborted")) == [msg.Cancel(ME, YOU, 1, "t")]
+    assert said(made, heard(msg.Cancelled(YOU, ME, 1))) == [ev.Settled("t")]
+
+
+def test_what_was_never_sent_is_waited_for_by_nobody() -> None:
+    """One of two senders was never greeted; the other's word is enough."""
+    made = expecting(ev.Expect("t", (LINK, OTHER), 4, False, 1, (1,)))
+    assert said(made, ev.Withdraw("t", "aborted")) == [msg.Cancel(ME, YOU, 1, "t")]
+    assert said(made, heard(msg.Cancelled(YOU, ME, 1))) == [ev.Settled("t")]
+
+
 def test_the_first_reason_is_the_reason() -> None:
     made = expecting(ev.Expect("t", (LINK, OTHER), 4, False, 1, (1,)), links=(LINK, OTHER))
     assert said(made, failed("write failed")) == [msg.Cancel(ME, YOU, 1, "t")]
@@ -150,6 +191,7 @@ def test_the_first_reason_is_the_reason() -> None:
 def test_nothing_wanted_is_nothing_exposed() -> None:
     """A prefix hit has no memory that anybody could write to: it is settled with its verdict."""
     made = expecting(ev.Expect("t", (LINK,), 0, False))
+    assert said(made, ev.Expose("t", ())) == []
     assert said(made, ev.Withdraw("t", "aborted")) == [msg.Cancel(ME, YOU, 1, "t"), ev.Settled("t")]
 
 
@@ -214,6 +256,13 @@ def test_the_proof_of_a_death_is_a_verdict() -> None:
     assert said(made, now=0.6 + SETTINGS.drain_s) == [ev.Disconnect(LINK, YOU), ev.Settled("t")]
 
 
+def test_what_was_to_give_way_to_the_dead_is_over() -> None:
+    """It was registered after the last word of that process, but its successor is not asked for it."""
+    made = expecting()
+    made.step([ev.Withdraw("t", GAVE_WAY, True)], 0.0, [])
+    assert said(made, ev.ProcessGone(LINK, YOU))[0] == ev.Broken("t", "peer gone")
+
+
 def test_what_a_living_sender_has_forgotten_is_registered_again() -> None:
     """E4: it was suspected meanwhile, and greets with a floor above what is open."""
     made = expecting()
@@ -255,3 +304,5 @@ def test_a_peer_that_does_not_fit_is_a_verdict(unfit: bool) -> None:
     else:
         refusal = heard(msg.Welcome(YOU, ME, 1, 0, b"", "block sizes"))
         assert said(made, refusal) == [ev.Broken("t", "block sizes"), ev.Settled("t")]
+    assert kinds(made, ev.Expect("u", (LINK,), 4, False), now=1.0) == ["Hello"], "it is tried again"
+    assert made.wake_at == 1.0 + SETTINGS.greet_s

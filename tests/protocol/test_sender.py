@@ -53,6 +53,7 @@ def test_a_cancel_that_overtakes_its_registration_is_kept() -> None:
     """E4: answered at once, refused for ever, and the prefill is not waited for."""
     made = endpoint()
     assert said(made, heard(msg.Cancel(YOU, ME, 1, "t"))) == [msg.Cancelled(ME, YOU, 1)]
+    assert said(made, heard(msg.Cancel(YOU, ME, 1, "t"))) == [msg.Cancelled(ME, YOU, 1)]
     assert said(made, register(1)) == [msg.Cancelled(ME, YOU, 1)]
     assert said(made, ev.Begin("t", 4)) == [ev.Sent("t", False, "cancelled"), ev.Released("t")]
 
@@ -230,6 +231,35 @@ def test_what_is_being_stopped_keeps_its_name_and_its_reason() -> None:
     assert said(made, ev.Begin("t", 4)) == [ev.Sent("t", False, "rejected"), ev.Released("t")]
 
 
+def test_what_is_being_stopped_for_a_dead_receiver_is_told_to_nobody() -> None:
+    """The host's word comes when nothing reads its memory any more; the name is free when nothing is active."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4, 1), register(1, packed=True), ev.Computed("t", 4, True), ev.Packed(1)], 0.0, [])
+    assert made.sender.claim(1, 0.0)
+    assert said(made, ev.Abort("t", "rejected")) == [ev.Abandon(1)]
+    assert said(made, ev.ProcessGone(LINK, YOU)) == []
+    with pytest.raises(LocalProtocolError, match="t began before"):
+        made.step([ev.Begin("t", 4)], 0.0, [])
+    assert said(made, ev.WriteQuiet(1)) == [ev.Sent("t", False, "rejected")]
+    assert made.sender.staged_bytes == 0 and made.sender.sizes()["transfers"] == 0
+
+
+def test_a_cancel_that_overtakes_its_registration_leaves_the_open_one() -> None:
+    """F11: another attempt is open on the same link."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4), register(1)], 0.0, [])
+    assert said(made, heard(msg.Cancel(YOU, ME, 2, "t"))) == [msg.Cancelled(ME, YOU, 2)]
+    assert said(made, ev.Computed("t", 4, True)) == [ev.Post(1, "t", LINK, 0, 4, False, (1,))]
+
+
+def test_a_grant_of_nothing_is_no_grant() -> None:
+    made = endpoint()
+    bare = heard(msg.Register(YOU, ME, 1, "t", 4, 1, False, 1))
+    made.step([ev.Begin("t", 4), bare, ev.Computed("t", 4, True)], 0.0, [])
+    assert said(made, heard(msg.Grant(YOU, ME, 1, None))) == []
+    assert said(made, heard(msg.Grant(YOU, ME, 1, (1,)))) == [ev.Post(1, "t", LINK, 0, 4, False, (1,))]
+
+
 def test_a_shard_is_quiet_when_all_its_writes_are() -> None:
     """F05, E1: the first of two says nothing of the second."""
     made = endpoint()
@@ -280,6 +310,63 @@ def test_nobody_gives_way_where_nothing_is_gained() -> None:
     assert made.sender.counters == {}
 
 
+def test_what_is_finished_does_not_give_way() -> None:
+    """Rule 8 at P: also when it has sent nothing yet, because another's parts fill the staging memory."""
+    made = endpoint(staging_bytes=4, staging_share=1.0)
+    for attempt, name in ((1, "sends"), (2, "waits")):
+        made.step([ev.Begin(name, 4, 1), register(attempt, name, packed=True), ev.Computed(name, 4, True)], 0.0, [])
+    assert made.sender.staged_bytes == 4 and len(made.sender.short) == 1
+    hungry = heard(msg.Register(YOU, ME, 3, "hungry", 4, 1, False, 1))
+    made.step([ev.Begin("hungry", 4), hungry, ev.Computed("hungry", 4, True)], 0.0, [])
+    assert said(made, ev.GiveWay()) == []
+
+
+def test_one_rank_that_sends_keeps_its_transfer_from_giving_way() -> None:
+    """Rule 8 at P: the other rank waits for memory."""
+    made = endpoint(("D", 0), ("D", 1))
+    for rank, memory in ((0, (1,)), (1, None)):
+        word = msg.Register(YOU, ME, 1, "young", 4, 2, True, 1, memory)
+        made.step([heard(word, ("D", rank))], 0.0, [])
+    ready = msg.Register(YOU, ME, 2, "ready", 4, 1, False, 1)
+    made.step([ev.Begin("young", 4, 1, True), ev.Computed("young", 2, False)], 0.0, [])
+    made.step([ev.Begin("ready", 4), heard(ready, ("D", 0)), ev.Computed("ready", 4, True)], 0.0, [])
+    assert said(made, ev.GiveWay()) == []
+
+
+def test_who_waits_for_staging_waits_once() -> None:
+    made = endpoint(staging_bytes=4, staging_share=1.0)
+    for attempt, name in ((1, "sends"), (2, "waits")):
+        made.step([ev.Begin(name, 4, 1, True), register(attempt, name, packed=True)], 0.0, [])
+    made.step([ev.Computed("sends", 4, True), ev.Computed("waits", 2, False)], 0.0, [])
+    made.step([ev.Computed("waits", 3, False), ev.Computed("waits", 4, True)], 0.0, [])
+    assert len(made.sender.short) == 1
+
+
+def test_nothing_wanted_is_handed_over_by_a_word() -> None:
+    """A prefix hit: the count is closed at once, and the source is free when the prefill is."""
+    made = endpoint()
+    none = heard(msg.Register(YOU, ME, 1, "t", 0, 1, False, 1, ()))
+    assert said(made, ev.Begin("t", 4), none) == [
+        msg.Written(ME, YOU, 1, 0, 0, True), ev.Sent("t", True, ""), ev.Released("t")
+    ]  # fmt: skip
+
+
+def test_what_a_host_says_of_what_is_being_stopped_is_let_be() -> None:
+    """It has not heard of the end yet."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4), register(1), ev.Computed("t", 4, True)], 0.0, [])
+    assert made.sender.claim(1, 0.0)
+    made.step([heard(msg.Cancel(YOU, ME, 1, "t"))], 0.0, [])
+    assert said(made, ev.Preempted("t"), ev.Computed("t", 4, True)) == []
+
+
+def test_what_does_not_come_in_chunks_is_packed_when_it_is_finished() -> None:
+    made = endpoint()
+    made.step([ev.Begin("t", 4, 1), register(1, packed=True)], 0.0, [])
+    assert said(made, ev.Computed("t", 2, False)) == []
+    assert said(made, ev.Computed("t", 4, True)) == [ev.Pack(1, "t", LINK, 0, 4)]
+
+
 # ---------------------------------------------------------------- leases and other times
 
 
@@ -289,6 +376,15 @@ def test_the_lease_has_ended_at_its_end() -> None:
         made = endpoint()
         made.step([ev.Begin("t", 4), register(1), ev.Computed("t", 4, True)], 0.0, [])
         assert made.sender.claim(1, SETTINGS.lease_s + late) is may
+
+
+def test_the_lease_does_not_part_what_belongs_together() -> None:
+    """One part is posted, so the others follow."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4, 1, True), register(1, packed=True), ev.Computed("t", 2, False)], 0.0, [])
+    made.step([ev.Packed(1), ev.Computed("t", 4, True), ev.Packed(2)], 0.0, [])
+    assert made.sender.claim(1, SETTINGS.lease_s - 0.1)
+    assert made.sender.claim(2, SETTINGS.lease_s + 0.1)
 
 
 def test_the_lease_spares_what_is_posted_and_ends_the_rest() -> None:
@@ -303,6 +399,21 @@ def test_the_lease_spares_what_is_posted_and_ends_the_rest() -> None:
     end = at + SETTINGS.write_s
     told = [a for a in said(made, now=end) if not isinstance(a, (msg.Beat, msg.Hello))]
     assert told == [ev.Abandon(1), ev.Sent("t", False, "lease")]
+
+
+def test_all_writes_together_have_their_time() -> None:
+    """Rule 5: each may be quick, and there is no end of them."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4, 1, True), register(1, packed=True), ev.Computed("t", 2, False), ev.Packed(1)], 0.0, [])
+    made.step([ev.Computed("t", 4, True), ev.Packed(2)], 0.0, [])
+    end = SETTINGS.lease_s + SETTINGS.write_s
+    assert made.sender.claim(1, SETTINGS.lease_s - 0.1)
+    assert made.sender.sizes()["armed"] == made.sender.sizes()["deadlines"] == 2
+    made.step([ev.WriteDone(1)], SETTINGS.lease_s, [])
+    assert made.sender.claim(2, end - 0.5)
+    made.step([heard(msg.Beat(YOU, ME, 0, 0, 1, 1))], end - 0.5, [])
+    told = [a for a in said(made, now=end) if not isinstance(a, (msg.Beat, msg.Hello))]
+    assert told == [ev.Abandon(2), ev.Sent("t", False, "writes took too long")]
 
 
 def test_a_write_has_its_time() -> None:
@@ -373,3 +484,11 @@ def test_what_was_replaced_does_not_hide_what_replaced_it() -> None:
     assert made.sender.claim(1, 0.0)
     assert ev.Sent("u", True, "") in said(made, ev.WriteDone(1))
     assert made.sender.sizes()["armed"] == 0
+
+
+def test_so_many_ends_are_remembered() -> None:
+    made = endpoint(remembered_ids=2)
+    made.step([ev.Abort(name, "rejected") for name in ("a", "b", "c")], 0.0, [])
+    assert said(made, ev.Begin("a", 4)) == []
+    for name in ("b", "c"):
+        assert said(made, ev.Begin(name, 4))[0] == ev.Sent(name, False, "rejected")

@@ -13,6 +13,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.sim.explore.profiles import Config, Profile
 from pushkv.sim.explore.transcript import LEGEND, Transcript
@@ -304,6 +305,27 @@ def a_grant_overtakes_its_registration(world: World) -> None:
     world.run(0.2)
     world.network.lose_next.append(lambda source, target, m: isinstance(m, msg.Grant))
     world.run(2.5)
+
+
+@story(cold=True)
+def an_answer_of_the_dead(world: World) -> None:
+    """F07: an answer that P's predecessor gave, on a link that D forgot since, is no proof of P's death."""
+    late: list[Any] = []
+    world.network.lose_next.append(lambda source, target, m: isinstance(m, msg.Welcome) and not late.append(m))
+    world.processes["D"].receive(0, ev.Greet(("P", 0)))
+    world.run(1.0)
+    world.kill("P")
+    world.start("P")
+    world.request("pull", "P", "D", 4, 4)
+    world.run(1.0)
+    world.fabric.fates.append((1.0, False))
+    world.request("early", "P", "D", 8, 8)
+    world.run(0.4)
+    for word in (msg.Cancelled(late[0].src, late[0].dst, 1), late[0]):
+        world.note(("D", 0), f"! of the first P, late: {type(word).__name__}")
+        world.processes["D"].receive(0, ev.Received(("P", 0), word))
+        world.run(0.1)
+    world.run(1.0)
 
 
 def main() -> None:

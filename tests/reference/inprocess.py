@@ -157,10 +157,21 @@ class MemoryTransport:
 
 
 class Engine:
-    """One engine with ``tp`` ranks, opened as the connector opens it. ``cpu``: caches as a CPU's kernels keep them."""
+    """One engine with ``tp`` ranks, opened as the connector opens it. ``cpu``: caches as a CPU's kernels keep them.
+    ``apart``: the only rank and the office talk as if they were in different processes.
+    """
 
     def __init__(
-        self, exchange: Exchange, name: str, tp: int, folder: Path, *, block: int = 16, cpu: bool = False, **more: Any
+        self,
+        exchange: Exchange,
+        name: str,
+        tp: int,
+        folder: Path,
+        *,
+        block: int = 16,
+        cpu: bool = False,
+        apart: bool = False,
+        **more: Any,
     ) -> None:
         self.name, self.tp, self.block, self.trace = name, tp, block, folder / f"{name}.jsonl"
         given = {"segment_bytes": 4096, "landing_bytes": 16 << 12, "staging_bytes": 16 << 12, "beat_s": 0.1}
@@ -168,7 +179,7 @@ class Engine:
         send = name.startswith("P")
         address = ("127.0.0.1", 5600)
         self.setup = EngineSetup(
-            settings, name, tp, 0, *address, "model", "float16", block, "0.32.0", send=send, receive=not send
+            settings, name, tp, 0, *address, "model", "float16", block, "0.32.0", send, not send, apart
         )
         self.address = Address(name, *address, tp)
         self.ranks: list[Rank] = []
@@ -180,7 +191,7 @@ class Engine:
         self.transports = [exchange.transports[name, rank] for rank in range(tp)]
         cards = [rank.card for rank in self.ranks]
         assert all(card is not None for card in cards)
-        self.office = opening.open_office(self.setup, cards, self.ranks[0] if tp == 1 else None)
+        self.office = opening.open_office(self.setup, cards, self.ranks[0] if tp == 1 and not apart else None)
         self._news: list[ev.Record] = []
         self.step = 0
 

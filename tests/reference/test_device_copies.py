@@ -24,10 +24,10 @@ from pushkv.reference.device_copies import DeviceCopier
 from pushkv.reference.pools import SegmentPool
 from tests.layout.scenarios import Scenario, dense
 
-from .test_copies import CACHE, check
-
 torch: Any = pytest.importorskip("torch", reason="copies are torch operations")
 pytest.importorskip("triton", reason="the kernel is Triton's")
+
+from .test_copies import CACHE, check  # noqa: E402 - where torch is missing it cannot be imported
 
 
 @settings(max_examples=12, deadline=None)

@@ -202,7 +202,7 @@ def test_a_prompt_is_handed_over(model: Path, path: str) -> None:
 
 
 def test_an_idle_engine_steps_until_its_metrics_are_out(model: Path) -> None:
-    both = Both(model, packed=True)
+    both = Both(model, path="packed")
     both.decode(), both.prefill()
     both.until_quiet()
     connector, engine = both.d.connector, both.d.engine
@@ -266,28 +266,9 @@ def test_a_direct_write_in_flight_keeps_the_blocks_of_an_aborted_request(model: 
     both.until_quiet()
 
 
-@pytest.mark.parametrize("steps", range(1, 4))
-@PATHS
-def test_a_prefill_that_is_preempted_goes_on_later(model: Path, path: str, steps: int) -> None:
-    """After each of its chunks but the last, with chunks under way to a peer that does not answer."""
-    both = Both(model, path=path)
-    both.prompt = list(range(100, 270))
-    p, d = both.prefill(), both.decode()
-    both.cluster.stuck = True
-    for _ in range(steps):
-        both.p.step()
-        if steps != 2:
-            both.cluster.settle()
-    both.p.scheduler.reset_prefix_cache(reset_running_requests=True)
-    both.cluster.stuck = False
-    both.p.engine.release_writes()
-    both.until_quiet()
-    assert both.p.ended[p] == both.d.ended[d] == "LENGTH"
-
-
 def test_an_unsettled_failure_is_computed_in_other_blocks_at_once(model: Path) -> None:
     """Direct, `recompute`: the blocks that may still be written are kept from everybody, and the request goes on."""
-    both = Both(model, packed=False, policy="recompute")
+    both = Both(model, path="direct", policy="recompute")
     both.prefill()
     d = both.decode()
     both.cluster.stuck = True
@@ -307,3 +288,22 @@ def test_an_unsettled_failure_is_computed_in_other_blocks_at_once(model: Path) -
         both.cluster.wait(1.0)
         both.steps(1)
     both.d.check_empty()
+
+
+@pytest.mark.parametrize("steps", range(1, 4))
+@PATHS
+def test_a_prefill_that_is_preempted_goes_on_later(model: Path, path: str, steps: int) -> None:
+    """After each of its chunks but the last, with chunks under way to a peer that does not answer."""
+    both = Both(model, path=path)
+    both.prompt = list(range(100, 270))
+    p, d = both.prefill(), both.decode()
+    both.cluster.stuck = True
+    for _ in range(steps):
+        both.p.step()
+        if steps != 2:
+            both.cluster.settle()
+    both.p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    both.cluster.stuck = False
+    both.p.engine.release_writes()
+    both.until_quiet()
+    assert both.p.ended[p] == both.d.ended[d] == "LENGTH"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def pair(exchange: Exchange, tmp_path: Path) -> Iterator[Make]:
     """Makes P and D with so many ranks; at the end their traces are played again."""
     made: list[Engine] = []
 
-    def make(p_tp: int, d_tp: int, *, cpu: bool = False, **more: object) -> Pair:
+    def make(p_tp: int, d_tp: int, *, cpu: bool = False, **more: Any) -> Pair:
         blocks = {} if cpu else {"block": 32}
         made.append(Engine(exchange, "P", p_tp, tmp_path, cpu=cpu, **more))
         made.append(Engine(exchange, "D", d_tp, tmp_path, cpu=cpu, **blocks, **more))
@@ -82,6 +83,15 @@ def test_lengths(pair: Make, p_tp: int, d_tp: int, packed: bool, cpu: bool) -> N
     for tokens in LENGTHS:
         assert hand_over(both, f"r{tokens}", tokens, packed) == ("", True)
     assert hand_over(both, "tail", 150, packed, base=64) == ("", True)
+    for engine in both:
+        engine.emptied()
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "direct"])
+def test_a_scheduler_whose_only_rank_is_in_another_process(pair: Make, packed: bool) -> None:
+    """One GPU under vLLM's multiprocess executor, as with data parallelism."""
+    both = pair(1, 1, apart=True)
+    assert hand_over(both, "r", 150, packed) == ("", True)
     for engine in both:
         engine.emptied()
 

@@ -56,6 +56,15 @@ def side(rank: Rank) -> WorkerSide:
     return worker
 
 
+@pytest.mark.parametrize(
+    ("backend", "apart"), [(None, False), ("uni", False), ("external_launcher", False), ("mp", True), ("ray", True)]
+)
+def test_where_the_workers_are(backend: str | None, apart: bool) -> None:
+    config = vllm_config()
+    config.parallel_config.distributed_executor_backend = backend
+    assert setup_of(config, {}).apart is apart
+
+
 def test_what_is_ordered_is_reported_once() -> None:
     worker = side(Rank())
     worker.begin(StepOrders(sent=["a"], received=["b", "c"], failed=["c"], invalid=[4, 5]))

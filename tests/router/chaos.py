@@ -61,7 +61,7 @@ async def chaos(
 
     async def kill() -> None:
         while True:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(every_s - down_s)
             mock = mocks[found.kills % len(mocks)]
             found.kills += 1
             await mock.kill()

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +71,7 @@ Fault = Callable[[Seen], str]
 class Mock:
     """One server. prefill_s, token_s: how long it takes. fault: asked for every request that has legs."""
 
-    FAULTS = ("close", "hang", "die after two tokens", "half an answer", "garbage")
+    FAULTS = ("close", "hang", "die after two tokens", "half an answer", "garbage", "in small pieces")
 
     def __init__(self, role: str, name: str, wire: Wire, *, prefill_s: float = 0.002, token_s: float = 0.001) -> None:
         self.role, self.wire = role, wire
@@ -84,6 +85,7 @@ class Mock:
         self.well = True
         self.side_port = 5600
         self.port = 0
+        self._alive = False
         self._incarnations = itertools.count(1)
         self._name = name
         self._server: asyncio.Server | None = None
@@ -93,21 +95,26 @@ class Mock:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    tls: ssl.SSLContext | None = None
+
     async def start(self) -> None:
         """Under a new engine id each time, on the same port."""
         self.engine_id = f"{self._name}.{next(self._incarnations)}"
         self.wire.engines[self.engine_id] = self
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, backlog=4096)
+        self._alive = True
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, backlog=4096, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def kill(self) -> None:
         """Nobody is told; every connection breaks."""
         assert self._server is not None
+        self._alive = False
         self.wire.engines.pop(self.engine_id, None)
         self._server.close()
         for task in list(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._server.wait_closed()
         for (engine, _), event in list(self.wire.done.items()):
             if engine == self.engine_id:
                 event.set()
@@ -115,6 +122,9 @@ class Mock:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        if not self._alive:  # it was in the queue when the server was killed
+            writer.transport.abort()
+            return
         self._connections.add(task)
         try:
             while await self._one(reader, writer):
@@ -246,7 +256,14 @@ class Mock:
                 template["choices"][0]["delta"]["content"] = piece
             else:
                 template["choices"][0]["text"] = piece
-            writer.write(_chunk(b"data: " + json.dumps(template).encode() + b"\n\n"))
+            event = _chunk(b"data: " + json.dumps(template).encode() + b"\n\n")
+            if fault == "in small pieces":
+                for start in range(0, len(event), 7):
+                    writer.write(event[start : start + 7])
+                    await writer.drain()
+                    await asyncio.sleep(0)
+            else:
+                writer.write(event)
             await writer.drain()
             await asyncio.sleep(self.token_s)
         writer.write(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")

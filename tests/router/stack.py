@@ -113,11 +113,20 @@ def _take(body: dict[str, Any], reply: Reply) -> None:
 
 @contextlib.asynccontextmanager
 async def stack(
-    prefill: int = 1, decode: int = 1, *, named: bool = True, mock: dict[str, Any] | None = None, **settings: Any
+    prefill: int = 1,
+    decode: int = 1,
+    *,
+    named: bool = True,
+    mock: dict[str, Any] | None = None,
+    servers: RouterSettings | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Stack]:
-    """named: the settings say who the prefill engines are, so that the first request is dispatched in parallel."""
+    """named: the settings say who the prefill engines are, so that the first request is dispatched in parallel.
+
+    servers: all settings, for servers that the caller runs.
+    """
     async with mocks(prefill, decode, **(mock or {})) as (ps, ds):
-        made = RouterSettings(
+        made = servers or RouterSettings(
             prefill=tuple(
                 ServerSettings(p.url, p.engine_id, "127.0.0.1", p.side_port) if named else ServerSettings(p.url)
                 for p in ps

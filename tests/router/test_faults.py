@@ -86,6 +86,30 @@ def test_a_refused_prompt_ends_the_decode_leg_and_is_not_tried_again() -> None:
     play(go())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_d_refuses_ends_the_prefill_leg(stream: bool) -> None:
+    async def go() -> None:
+        async with stack() as s:
+            s.prefill[0].prefill_s = 60
+            s.decode[0].fault = lambda _: "too_long"
+            reply = await s.ask("x", stream=stream)
+            assert reply.status == 400 and reply.error is not None and "context length" in reply.error["message"]
+            await idle(s)
+            assert [seen.end for seen in s.prefill[0].seen] == ["aborted"]
+
+    play(go())
+
+
+def test_a_stream_that_comes_in_small_pieces_is_put_together() -> None:
+    async def go() -> None:
+        async with stack() as s:
+            s.decode[0].fault = lambda _: "in small pieces"
+            reply = await s.ask("x", stream=True)
+            assert (reply.status, reply.text, reply.done, reply.error) == (200, expected("x"), True, None)
+
+    play(go())
+
+
 def test_after_the_first_token_nothing_is_tried_again() -> None:
     async def go() -> None:
         async with stack(2, 2) as s:

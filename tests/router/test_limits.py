@@ -105,9 +105,9 @@ def test_memory_does_not_grow_with_requests() -> None:
                 gc.collect()
                 return len(gc.get_objects())
 
-            await some(250)
-            first = await some(100)
-            assert await some(300) - first < 150
+            await some(200)
+            first = await some(50)
+            assert await some(250) - first < 150
 
     play(go())
 

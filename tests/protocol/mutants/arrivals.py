@@ -199,3 +199,40 @@ def one_rank_is_enough(patch: Patch) -> None:
         return mutated
 
     wrap(patch, Sender, "on_register", make)
+
+
+@mutant(replace(LOSSY, loss=0.4, modes=("packed",)), "I5 V1 V2")
+def only_the_last_notice_is_repeated(patch: Patch) -> None:
+    """F19: of several parts whose notices were lost the last is told again."""
+
+    def make(on_beat: Any) -> Any:
+        def mutated(self: Sender, link: Any, m: msg.Beat, now: float, out: Any) -> Any:
+            told: list[Any] = []
+            missing = on_beat(self, link, m, now, told)
+            parts: dict[int, Any] = {}
+            for action in told:
+                if isinstance(action.message, msg.Written):
+                    parts[action.message.attempt] = action
+                else:
+                    out.append(action)
+            out.extend(parts.values())
+            return missing
+
+        return mutated
+
+    wrap(patch, Sender, "on_beat", make)
+
+
+@mutant(replace(LOSSY, duplicate=0.5, modes=("packed",)), "I3 I5 V1")
+def tokens_are_counted_twice(patch: Patch) -> None:
+    """F19: a duplicate adds to the tokens that have come."""
+
+    def on_written(self: Receiver, link: Any, m: msg.Written, now: float, out: Any) -> None:
+        shard = self._open(link, m.attempt)
+        if shard is not None and shard.transfer.memory is not None:
+            shard.parts.add(m.part)
+            shard.tokens += m.tokens
+            if shard.tokens >= shard.transfer.tokens:
+                self._land(shard, out)
+
+    patch.setattr(Receiver, "on_written", on_written)

@@ -246,3 +246,59 @@ def an_error_is_no_end(patch: Patch) -> None:
     """F35: a call that raised is waited for like one that is under way."""
     patch.setattr(Sender, "write_broken", lambda self, e, now, out: None)
     patch.setattr(Sender, "write_quiet", lambda self, e, now, out: None)
+
+
+@mutant(replace(CALM, modes=("packed",), requests=4.0), "I1 V5")
+def segments_are_granted_twice(patch: Patch) -> None:
+    """F28: landing memory stays on the list of what is free."""
+
+    def make(grant: Any) -> Any:
+        def mutated(self: Ledger, out: Any) -> None:
+            free = list(self._free)
+            grant(self, out)
+            self._free = free
+
+        return mutated
+
+    wrap(patch, Ledger, "_grant", make)
+
+
+@mutant(CALM, "I2", SETTINGS, CONFIGS["tp2"], CONFIGS["fan-out"])
+def one_rank_releases_for_all(patch: Patch) -> None:
+    """F21, F30: the source goes with the first of several ranks that has read it."""
+
+    def released(self: Ledger, rank: int, r: ev.Released, out: Any) -> None:
+        entry = self._out[r.transfer_id]
+        entry.released.add(rank)
+        if len(entry.released) == 1:
+            out.append(ev.Release(r.transfer_id))
+        self._finish(r.transfer_id, entry)
+
+    patch.setattr(Ledger, "_released", released)
+
+
+@mutant(replace(CHURN, slow=0.3, broken=0.3, modes=("packed",)), "I1 I2")
+def one_write_is_quiet_for_all(patch: Patch) -> None:
+    """F05: the first of several writes that has stopped speaks for the rest."""
+
+    def make(quiet: Any) -> Any:
+        def mutated(self: Sender, shard: Any, out: Any) -> None:
+            if shard.state == "stopping":
+                self._close(shard, shard.closing, out)
+            self._settle(shard.outgoing, out)
+
+        return mutated
+
+    wrap(patch, Sender, "_quiet", make)
+
+
+@mutant(replace(CHURN, preempts=3.0, modes=("packed",)), "I2")
+def what_was_preempted_counts_as_computed(patch: Patch) -> None:
+    """F21: parts are planned from a cache that is gone."""
+
+    def preempted(self: Sender, e: ev.Preempted, now: float, out: Any) -> None:
+        outgoing = self._transfers.get(e.transfer_id)
+        if outgoing is not None:
+            outgoing.started = False
+
+    patch.setattr(Sender, "preempted", preempted)
