@@ -124,7 +124,8 @@ def test_bad_input_in_a_process_of_its_own(bad: Path, line: str) -> None:
 def test_help_lists_the_commands_that_exist() -> None:
     done = process("--help")
     assert done.returncode == 0
-    for command in ("simulate", "compare", "calibrate", "validate", "explore", "replay", "bench-transfer", "router", "doctor"):
+    predicting = ("simulate", "compare", "calibrate", "validate")
+    for command in (*predicting, "explore", "replay", "bench-transfer", "router", "doctor"):
         assert command in done.stdout
     for later in ("sweep", "advise"):
         assert later not in done.stdout
