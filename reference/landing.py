@@ -47,6 +47,21 @@ class Loading:
         self.error = "the transfer thread does not answer"
         self._copies: list[Copy] = []
         self._begun = threading.Event()
+        self._lock = threading.Lock()
+        self._taken = self._given_up = False
+
+    def take(self) -> bool:
+        """By the transfer thread, before it touches a block; ``False``: nobody waits any more, and the blocks may be
+        somebody else's.
+        """
+        with self._lock:
+            self._taken = not self._given_up
+            return self._taken
+
+    def _give_up(self) -> bool:
+        with self._lock:
+            self._given_up = not self._taken
+            return self._given_up
 
     def begun(self, copies: list[Copy], error: str = "") -> None:
         """By the transfer thread: the copies are done (on a host) or enqueued (on a device); or why they are not."""
@@ -58,7 +73,9 @@ class Loading:
         """Return when what is done or enqueued by this thread from now on sees the bytes; ``False``: it will not, and
         ``error`` says why.
         """
-        if not self._begun.wait(timeout_s) or self.error:
+        if not self._begun.wait(timeout_s) and (self._give_up() or not self._begun.wait(timeout_s)):
+            return False
+        if self.error:
             return False
         for copy in self._copies:
             copy.join()
@@ -216,7 +233,12 @@ class Landing:
             if inbound is not None:
                 inbound.landed_s = now
                 if inbound.packed:
-                    inbound.pieces = self._pieces(inbound)
+                    try:
+                        inbound.pieces = self._pieces(inbound)
+                    except LayoutError:  # it is refused when it is to be loaded
+                        log.exception("what has landed of %s", inbound.transfer_id)
+                        self.rank.count("landed without a layout")
+                        inbound.landed_s = 0.0
                 self._drop_attempts(inbound)
                 self.rank.count("transfers_received")
                 self.rank.record(
@@ -256,6 +278,10 @@ class Landing:
     def load(self, loading: Loading) -> None:
         """Scatter what has landed."""
         begun = time.monotonic()
+        if not loading.take():
+            self.rank.count("scatter too late")
+            self.rank.tell_office(Loaded(loading.transfer_id), begun)
+            return
         try:
             copies = self._scatter(loading)
         except Exception as error:

@@ -201,6 +201,10 @@ class Rank:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_write(self._wake_fd, 1)
 
+    def look_again(self) -> None:
+        """By this thread: do not sleep before the next look."""
+        self._rung = True
+
     def _ring(self) -> None:
         """A copy is done."""
         self._rung = True
@@ -345,9 +349,11 @@ class Rank:
         return granted
 
     def _report(self, report: ev.Record, now: float) -> None:
-        self.landing.reported(report, now)
-        self.sending.reported(report, now)
-        self.tell_office(report, now)
+        try:
+            self.landing.reported(report, now)
+            self.sending.reported(report, now)
+        finally:  # whatever goes wrong with what is kept here: a verdict reaches the ledger
+            self.tell_office(report, now)
 
     def tell_office(self, report: msgspec.Struct, now: float) -> None:
         """A report of the machines, or ``Loaded``."""

@@ -208,6 +208,8 @@ class Sending:
                 staged.stamps = stamps
             self._staged[action.handle] = staged
             self._gathering.append(action.handle)
+            if staged.copy is None:  # no copy whose end would wake anybody
+                self.rank.look_again()
         self._waiting = kept
 
     def _place(self, action: ev.Pack, prompt: Prompt, step: int) -> Staged | None:

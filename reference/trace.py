@@ -9,6 +9,7 @@ compares the verdicts.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,8 @@ from pushkv.model.protocol import Endpoint, Ledger, LocalProtocolError, Settings
 from pushkv.model.protocol import events as ev
 from pushkv.reference.wire import plain, record
 
+log = logging.getLogger(__name__)
+
 SCHEMA = 1
 
 
@@ -27,59 +30,65 @@ class TraceError(ValueError):
     """A file that is no trace."""
 
 
-class Trace:
+class _Lines:
+    """JSON lines appended to ``path``. A file that cannot be written (a full disk) ends the writing, nothing else."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file = Path(path).open("ab")  # noqa: SIM115 - closed by ``close``
+
+    def write(self, line: Any, *, flush: bool = False) -> None:
+        """Append ``line``."""
+        if self._file.closed:
+            return
+        try:
+            self._file.write(msgspec.json.encode(line) + b"\n")
+            if flush:
+                self._file.flush()
+        except OSError:
+            log.exception("%s: no more is written", self._path)
+            self.close()
+
+    def close(self) -> None:
+        """No more."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class Trace(_Lines):
     """Writes ``path``. Used from the transfer thread (and, with several ranks, the office's); lines are flushed as
     verdicts fall, so that a killed process leaves all that was decided.
     """
 
     def __init__(self, path: str, settings: Settings, ranks: int, incarnations: dict[int, int], engine: str) -> None:
-        self._file = Path(path).open("ab")  # noqa: SIM115 - closed by ``close``
+        super().__init__(path)
         incarnation = {f"rank {rank}": number for rank, number in incarnations.items()}
         start = {"schema": SCHEMA, "engine": engine, "settings": asdict(settings), "ranks": ranks, "who": incarnation}
-        self._write(["start", start])
+        self.write(["start", start])
 
     def step(self, who: str, now: float, events: Iterable[ev.Record]) -> None:
         """``who`` is told ``events``, in one step; none: a timer goes off."""
-        self._write(["step", now, who, [plain(event) for event in events]])
+        self.write(["step", now, who, [plain(event) for event in events]])
 
     def claim(self, who: str, now: float, handle: int, granted: bool) -> None:
         """``who`` was asked at the moment of posting."""
-        self._write(["claim", now, who, handle, granted])
+        self.write(["claim", now, who, handle, granted])
 
     def verdict(self, now: float, action: ev.Record) -> None:
         """The ledger tells vLLM ``action``."""
-        self._write(["verdict", now, *plain(action)])
-        self._file.flush()
+        self.write(["verdict", now, *plain(action)], flush=True)
 
     def record(self, record: dict[str, Any]) -> None:
         """One hand-over."""
-        self._write(["record", record])
-        self._file.flush()
-
-    def close(self) -> None:
-        """No more."""
-        self._file.close()
-
-    def _write(self, line: list[Any]) -> None:
-        if not self._file.closed:
-            self._file.write(msgspec.json.encode(line) + b"\n")
+        self.write(["record", record], flush=True)
 
 
-class RecordLog:
+class RecordLog(_Lines):
     """Writes one JSON document per hand-over into ``path``, and nothing else: light enough to measure with."""
 
-    def __init__(self, path: str) -> None:
-        self._file = Path(path).open("ab")  # noqa: SIM115 - closed by ``close``
-
     def record(self, record: dict[str, Any]) -> None:
         """One hand-over."""
-        if not self._file.closed:
-            self._file.write(msgspec.json.encode(record) + b"\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        """No more."""
-        self._file.close()
+        self.write(record, flush=True)
 
 
 def lines(path: Path) -> Iterator[list[Any]]:

@@ -139,6 +139,18 @@ def test_what_cannot_be_served(more: dict[str, Any], says: str) -> None:
         setup_of(vllm_config(**more), {})
 
 
+def test_chunks_are_refused_where_a_preempted_prompt_may_be_written_over_before_the_connector_hears_of_it() -> None:
+    config = vllm_config(kv_connector_extra_config={"overlap": "chunk"})
+    assert setup_of(config, {}).settings.overlap == "chunk"
+    config.use_v2_model_runner, config.device_config = True, SimpleNamespace(device_type="cuda")
+    with pytest.raises(SettingsError, match="VLLM_USE_V2_MODEL_RUNNER=0, or overlap to none"):
+        setup_of(config, {})
+    config.device_config.device_type = "cpu"
+    assert setup_of(config, {}).settings.overlap == "chunk"
+    config.kv_transfer_config.kv_connector_extra_config, config.device_config.device_type = {}, "cuda"
+    assert setup_of(config, {}).settings.overlap == "none"
+
+
 def test_the_local_table_forgets_only_the_one_that_is_meant() -> None:
     old, new = Rank(), Rank()
     local.put("x", old, Meter("rank 0"))  # type: ignore[arg-type]
