@@ -120,7 +120,7 @@ class Attempt:
             self._metrics.count("dispatches", "parallel", "push")
             self._told = prefill.identity
             params = prefill.identity.params(self.transfer_id, chat=b"chat" in self.ask.path)
-            self._start_prefill(self._prefill_ended)
+            self._start_prefill(self._prefill_ended).hold(self._settings.max_answer_bytes)
         if self._settings.mode == "push" and params is not None:
             params["transfer_id"] = self.transfer_id
         self._start_decode(params)

@@ -39,14 +39,14 @@ class Exchange:
     """One request and its answer. status: 0 until the head is here. headers: names in lower case."""
 
     __slots__ = (
-        "_chunks", "_connection", "_deadline", "_loop", "_size", "_timer", "_waiter", "complete", "error", "headed",
+        "_chunks", "_connection", "_deadline", "_loop", "_most", "_size", "_timer", "_waiter", "complete", "error", "headed",
         "headers", "on_end", "status",
     )  # fmt: skip
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_end: Callable[[Exchange], None] | None) -> None:
         self._loop = loop
         self._chunks: deque[bytes] = deque()
-        self._size = 0
+        self._size = self._most = 0
         self._connection: Connection | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -107,6 +107,10 @@ class Exchange:
                 raise error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def hold(self, most: int) -> None:
+        """Nobody will fetch the body before it ends: keep all of it. It fails with `too large` above `most` bytes."""
+        self._most = most
+
     def body(self) -> bytes:
         """What of the body is here and has not been fetched."""
         return self._take() if self._chunks else b""
@@ -132,7 +136,11 @@ class Exchange:
     def _body(self, data: bytes) -> None:
         self._chunks.append(data)
         self._size += len(data)
-        if self._size > HIGH_WATER and self._connection is not None:
+        if self._most:
+            if self._size > self._most:
+                self.abort(UpstreamError("too large"))
+                return
+        elif self._size > HIGH_WATER and self._connection is not None:
             self._connection.pause()
         self._wake()
 
