@@ -183,11 +183,11 @@ class Service:
     def _read_again(self) -> None:
         metrics = self.application.router.metrics
         try:
-            settings = self._source.read()
-        except BadInput as error:
+            self.application.router.update(self._source.read())
+        except Exception as error:  # a reload must not end the task that does them
             metrics.count("reloads", "refused")
-            log.error("the server list stays as it was: %s", error)
+            said = str(error) if isinstance(error, BadInput) else type(error).__name__
+            log.error("the server list stays as it was: %s", said)
             return
-        self.application.router.update(settings)
         metrics.count("reloads", "done")
         log.info("the server list was read again: %d prefill and %d decode servers", *map(len, self._lists()))

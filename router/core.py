@@ -236,9 +236,10 @@ class Router:
         return self.metrics.text()
 
     def update(self, settings: RouterSettings) -> None:
-        """A new server list; the other settings stay as they were at the start."""
-        self.prefill.update(settings.prefill)
-        self.decode.update(settings.decode)
+        """A new server list; the other settings stay as they were at the start. Raises `BadInput`: nothing is changed."""
+        prefill, decode = self.prefill.new(settings.prefill), self.decode.new(settings.decode)
+        self.prefill.update(settings.prefill, prefill)
+        self.decode.update(settings.decode, decode)
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -231,7 +231,10 @@ def read(path: str | None, flags: Mapping[str, Any]) -> RouterSettings:
         if name not in known:
             raise unknown("the setting", name, known)
     for kind in ("prefill", "decode"):
-        for entry in values.get(kind, ()):
+        entries = values.get(kind, ())
+        if not isinstance(entries, (list, tuple)):
+            raise BadInput(f"{kind} is no list of servers: write [[{kind}]] tables, each with its url")
+        for entry in entries:
             for name in entry if isinstance(entry, dict) else ():
                 if name not in ServerSettings.__struct_fields__:
                     raise unknown(f"the setting of a {kind} server", name, ServerSettings.__struct_fields__)

@@ -39,8 +39,8 @@ class Exchange:
     """One request and its answer. status: 0 until the head is here. headers: names in lower case."""
 
     __slots__ = (
-        "_chunks", "_connection", "_deadline", "_loop", "_most", "_size", "_timer", "_waiter", "complete", "error", "headed",
-        "headers", "on_end", "status",
+        "_chunks", "_connection", "_deadline", "_loop", "_most", "_size", "_timer", "_waiter", "complete", "error",
+        "headed", "headers", "on_end", "status",
     )  # fmt: skip
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_end: Callable[[Exchange], None] | None) -> None:
