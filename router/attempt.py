@@ -237,6 +237,8 @@ class Attempt:
         except UpstreamError as error:
             self._cast_doubt(error.reason)
             raise self._broken("decode", error) from None
+        if leg.error is not None and not isinstance(leg.error, UpstreamError):
+            raise leg.error  # it was ended while its first event was on its way to us
         if leg.status >= 500 or leg.status in _REFUSED or (first.startswith(_FOUND) and _is_ours_to_retry(first)):
             self._cast_doubt("status")
             self._metrics.count("legs_failed", "decode", self.servers[1].name, f"status {max(5, leg.status // 100)}xx")

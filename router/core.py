@@ -154,15 +154,18 @@ class Router:
             leg.limit(self.settings.token_gap_s)
             try:
                 part = await leg.chunk()
-            except UpstreamError as error:
-                self.metrics.count("streams_broken", error.reason)
+            except ClientGone:
+                raise
+            except Exception as error:  # whatever it is, the client must see that its answer is not whole
+                reason = error.reason if isinstance(error, UpstreamError) else "internal"
+                self.metrics.count("streams_broken", reason)
                 log.warning(
                     "transfer %s: decode server %s failed after its first token (%s)",
                     attempt.transfer_id,
                     attempt.servers[1].name,
-                    error.reason,
+                    reason,
                 )
-                if error.reason in ("connect", "closed", "stale"):
+                if reason in ("connect", "closed", "stale"):
                     self.decode.lost(attempt.servers[1])
                 attempt.end()
                 await client.body(_BROKEN, False)
@@ -236,7 +239,7 @@ class Router:
         return self.metrics.text()
 
     def update(self, settings: RouterSettings) -> None:
-        """A new server list; the other settings stay as they were at the start. Raises `BadInput`: nothing is changed."""
+        """A new server list; the other settings stay as at the start. Raises `BadInput`; then nothing is changed."""
         prefill, decode = self.prefill.new(settings.prefill), self.decode.new(settings.decode)
         self.prefill.update(settings.prefill, prefill)
         self.decode.update(settings.decode, decode)
