@@ -22,8 +22,8 @@ from pushkv.router.settings import RouterSettings
 from pushkv.router.upstream import UpstreamError
 
 log = logging.getLogger("pushkv.router")
-STALE = 8
-"""Attempts that found a kept connection closed do not count; but so many in a row are no accident."""
+STALE = 2
+"""So many attempts that found a kept connection closed do not count; more are no accident."""
 _HOP = frozenset(
     b"connection keep-alive transfer-encoding content-length upgrade trailer date server x-request-id".split()
 )
@@ -106,11 +106,13 @@ class Router:
                 return attempt, await attempt.begin()
             except Failed as failed:
                 attempt.end()
-                if failed.reason == "stale":
+                same = failed.same
+                if failed.reason == "stale" and stale:
                     stale -= 1
                 else:
                     left -= 1
-                if not failed.again or not left or not stale:
+                    same = same and failed.reason != "stale"
+                if not failed.again or not left:
                     raise
                 self.metrics.count("retries", f"{failed.leg} {failed.reason}")
                 log.info(
@@ -119,7 +121,7 @@ class Router:
                     failed.leg,
                     failed.reason,
                 )
-                if not failed.same:
+                if not same:
                     tried[0 if failed.leg == "prefill" else 1].add(
                         (prefill if failed.leg == "prefill" else decode).number
                     )

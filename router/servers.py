@@ -96,8 +96,11 @@ class Fleet:
         return self._policy.outstanding(server.number)
 
     def lost(self, server: Server) -> None:
+        """Called for every leg that breaks: only the first one changes what the policy knows."""
+        was_up = server.up
         server.lost()
-        self._policy.mark(server.number, True)
+        if was_up:
+            self._policy.mark(server.number, True)
 
     def found(self, server: Server) -> None:
         if not server.up:

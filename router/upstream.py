@@ -19,6 +19,8 @@ from typing import Any, Literal, cast
 import httptools
 
 Failure = Literal["connect", "stale", "closed", "malformed", "timeout", "too large", "cancelled"]
+STALE_S = 1.0
+"""A kept connection that its server closes later than this has not crossed with the request: the server failed."""
 HIGH_WATER = 256 << 10
 """Bytes of an answer that nobody has fetched; more stay in the kernel: a slow client slows its server down."""
 
@@ -193,7 +195,7 @@ class Exchange:
 class Connection(asyncio.Protocol):
     """One connection of a pool. used: it has carried an exchange before the present one."""
 
-    __slots__ = ("_exchange", "_parser", "_paused", "_pool", "_transport", "heard", "idle_since", "used")
+    __slots__ = ("_exchange", "_parser", "_paused", "_pool", "_sent", "_transport", "heard", "idle_since", "used")
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -201,7 +203,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._paused = False
         self.heard = self.used = False
-        self.idle_since = 0.0
+        self.idle_since = self._sent = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -212,6 +214,7 @@ class Connection(asyncio.Protocol):
         self._parser: Any = httptools.HttpResponseParser(self)
         self._exchange = exchange
         self.heard = False
+        self._sent = exchange._loop.time()
         exchange.attach(self)
         if len(body) < 16384:
             self._transport.write(head + body)
@@ -273,7 +276,8 @@ class Connection(asyncio.Protocol):
         if exchange.headed and not framed and error is None:  # an answer that ends with its connection
             exchange._finish()
         else:
-            exchange._fail(UpstreamError("stale" if self.used and not self.heard else "closed"))
+            crossed = self.used and not self.heard and exchange._loop.time() - self._sent < STALE_S
+            exchange._fail(UpstreamError("stale" if crossed else "closed"))
 
     def pause(self) -> None:
         if self._transport is not None and not self._paused:

@@ -8,9 +8,6 @@ import json
 import aiohttp
 import pytest
 
-from pushkv.router.attempt import Attempt
-from pushkv.router.upstream import Exchange, UpstreamError
-
 from .mock import Seen
 from .stack import Stack, expected, play, stack, until
 
@@ -372,58 +369,5 @@ def test_a_long_answer_of_p_holds_no_connection() -> None:
             await s.ask("y", stream=True)
             await idle(s)
             assert await s.metric("legs_failed_total", reason="too large") == 1
-
-    play(go())
-
-
-def test_p_fails_in_the_moment_of_the_first_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event is here, its reader has not run yet: it must not become the beginning of an answer."""
-    on_body, done = Exchange._body, []
-
-    async def go() -> None:
-        async with stack(2, 2) as s:
-
-            def body(exchange: Exchange, data: bytes) -> None:
-                on_body(exchange, data)
-                if not done and b"data: " in data:
-                    done.append(exchange)
-                    (attempt,) = attempts
-                    attempt.legs["prefill"].complete, attempt.legs["prefill"].error = False, UpstreamError("closed")
-                    attempt._prefill_ended(attempt.legs["prefill"])
-
-            monkeypatch.setattr(Exchange, "_body", body)
-            reply = await s.ask("x", stream=True)
-            assert done and (reply.status, reply.text, reply.error) == (200, expected("x"), None)
-            assert await s.metric("retries_total") == 1
-            await idle(s)
-
-    attempts: list[Attempt] = []
-    make = Attempt.__init__
-
-    def made(attempt: Attempt, *arguments: object) -> None:
-        make(attempt, *arguments)  # type: ignore[arg-type]
-        attempts.append(attempt)
-
-    monkeypatch.setattr(Attempt, "__init__", made)
-    play(go())
-
-
-def test_a_stream_that_breaks_in_any_way_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    take, parts = Exchange.chunk, iter(range(10**6))
-
-    async def chunk(exchange: Exchange) -> bytes:
-        part = await take(exchange)
-        if b"#" in part and next(parts) == 1:
-            raise KeyError("ours")
-        return part
-
-    monkeypatch.setattr(Exchange, "chunk", chunk)
-
-    async def go() -> None:
-        async with stack(mock={"token_s": 0.05}) as s:
-            reply = await s.ask("x", stream=True)
-            assert reply.text == expected("x", 1) and reply.error is not None and reply.done
-            assert await s.metric("streams_broken_total", reason="internal") == 1
-            await idle(s)
 
     play(go())
