@@ -89,6 +89,7 @@ class Attempt:
         self._told: Identity | None = None  # who the decode leg was told that P is
         self._prefill_error: Failed | None = None
         self._answering = False
+        self._ended: BaseException | None = None
         self._began = time.perf_counter()
 
     @property
@@ -130,6 +131,7 @@ class Attempt:
 
     def end(self, error: BaseException | None = None) -> None:
         """End the legs that have not ended."""
+        self._ended = error
         for leg in list(self.legs.values()):
             leg.abort(error)
 
@@ -218,6 +220,8 @@ class Attempt:
     # ------------------------------------------------------------ the decode leg
 
     def _start_decode(self, params: dict[str, Any] | None) -> None:
+        if self._ended is not None:  # P's leg had just ended, so there was none that this could have ended
+            raise self._ended
         fleet, server = self._fleets[1], self.servers[1]
         tokens = self.ask.prompt_tokens + self.ask.answer_tokens
         leg = self._start(server, self.ask.decode_body(params), lambda _: fleet.finished(server, tokens))

@@ -234,6 +234,10 @@ class Connection(asyncio.Protocol):
             if exchange is not None:
                 exchange._fail(UpstreamError("malformed"))
 
+    def on_message_begin(self) -> None:
+        if self._exchange is None:  # more than was asked for: it would be taken for the next request's answer
+            self.drop()
+
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._exchange is not None:
             self._exchange.headers.append((name.lower(), value))
@@ -241,7 +245,11 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         if self._exchange is not None:
             status = self._parser.get_status_code()
-            if status < 200:  # "continue" and the like: the answer is still to come
+            if not 100 <= status < 600:
+                exchange = self._exchange
+                self.drop()
+                exchange._fail(UpstreamError("malformed"))
+            elif status < 200:  # "continue" and the like: the answer is still to come
                 self._exchange.headers.clear()
             else:
                 self._exchange._head(status)
@@ -343,7 +351,7 @@ class Pool:
                 _, connection = await loop.create_connection(
                     lambda: Connection(self), self.host, self.port, ssl=self._tls
                 )
-        except (OSError, TimeoutError) as error:  # TLS errors are OSErrors too
+        except (OSError, TimeoutError, UnicodeError) as error:  # TLS errors are OSErrors; a name may not be writable
             exchange._fail(UpstreamError("connect", type(error).__name__))
             return
         except asyncio.CancelledError:

@@ -8,7 +8,7 @@ import pytest
 
 from pushkv.model.routing import PrefixAffinity
 from pushkv.router import upstream
-from pushkv.router.attempt import Attempt
+from pushkv.router.attempt import Attempt, ClientGone
 from pushkv.router.upstream import Connection, Exchange, UpstreamError
 
 from .stack import expected, play, stack, until
@@ -133,5 +133,27 @@ def test_a_stream_that_breaks_in_any_way_ends_with_an_error(monkeypatch: pytest.
             assert reply.text == expected("x", 1) and reply.error is not None and reply.done
             assert await s.metric("streams_broken_total", reason="internal") == 1
             await idle(s)
+
+    play(go())
+
+
+def test_a_client_that_leaves_between_the_legs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequential: P's leg has just ended, D's does not exist yet. D is not asked."""
+    judge = Attempt._judge
+
+    def judged(attempt: Attempt, leg: Exchange, body: bytes) -> None:
+        judge(attempt, leg, body)
+        attempt.end(ClientGone())
+
+    monkeypatch.setattr(Attempt, "_judge", judged)
+
+    async def go() -> None:
+        async with stack(dispatch="sequential") as s:
+            asking = asyncio.create_task(s.ask("x"))
+            await until(lambda: bool(s.prefill[0].seen) and s.router.gate.active == 0)
+            await idle(s)
+            assert not s.decode[0].seen and await s.metric("clients_gone_total") == 1
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
 
     play(go())
