@@ -289,7 +289,8 @@ class Attempt:
             self._metrics.count("legs_failed", leg, server.name, error.reason)
         if error.reason in ("connect", "closed"):
             self._fleets[number].lost(server)
-        return Failed(leg, error.reason, again=error.reason != "too large", same=error.reason == "stale")
+        same = error.reason in ("stale", "no descriptors")
+        return Failed(leg, error.reason, again=error.reason != "too large", same=same)
 
 
 def _is_ours_to_retry(first: bytes) -> bool:

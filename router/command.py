@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -63,6 +64,7 @@ def run(source: Source, *, check: bool = False) -> int:
         print(msgspec.json.format(msgspec.json.encode(settings)).decode())
         return 0
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    more_files()
     listening = _listen(settings.listen)
     gc.collect()
     gc.freeze()  # what is here stays: the collector need not look at it
@@ -70,6 +72,13 @@ def run(source: Source, *, check: bool = False) -> int:
     with listening:
         uvloop.run(Service(settings, source).serve(listening))
     return 0
+
+
+def more_files() -> None:
+    """Open files up to the hard limit: every request takes three, and the usual soft limit is 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # some systems have a lower bound of their own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _listen(where: str) -> socket.socket:

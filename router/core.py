@@ -185,7 +185,7 @@ class Router:
         if failed.status:
             return failed.status, passed_on(failed.headers), failed.body
         status = 504 if failed.reason == "timeout" else 502
-        if not self.prefill.alive or not self.decode.alive:
+        if not self.prefill.alive or not self.decode.alive or failed.reason == "no descriptors":
             status = 503
         headers = [(b"content-type", b"application/json")]
         if status == 503:

@@ -185,7 +185,7 @@ class HealthChecks:
         reason = exchange.error.reason if isinstance(exchange.error, UpstreamError) else ""
         if well:
             fleet.found(server)
-        elif reason != "stale":
+        elif reason not in ("stale", "no descriptors"):
             server.fails += 1
             if server.fails >= FAILS or reason == "connect":
                 fleet.lost(server)

@@ -11,6 +11,7 @@ is called once. `abort` closes the connection under it: that is how a server is 
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any, Literal, cast
 
 import httptools
 
-Failure = Literal["connect", "stale", "closed", "malformed", "timeout", "too large", "cancelled"]
+Failure = Literal["connect", "stale", "closed", "malformed", "timeout", "too large", "cancelled", "no descriptors"]
 STALE_S = 1.0
 """A kept connection that its server closes later than this has not crossed with the request: the server failed."""
 HIGH_WATER = 256 << 10
@@ -29,7 +30,7 @@ class UpstreamError(Exception):
     """An exchange that will not be completed. reason: of a closed list, for metrics and the log.
 
     `stale`: a kept connection was closed as the request was sent, before any byte of an answer; nothing is wrong with
-    the server.
+    the server. Nor with `no descriptors`: this process has as many files open as it may.
     """
 
     def __init__(self, reason: Failure, detail: str = "") -> None:
@@ -352,7 +353,8 @@ class Pool:
                     lambda: Connection(self), self.host, self.port, ssl=self._tls
                 )
         except (OSError, TimeoutError, UnicodeError) as error:  # TLS errors are OSErrors; a name may not be writable
-            exchange._fail(UpstreamError("connect", type(error).__name__))
+            ours = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+            exchange._fail(UpstreamError("no descriptors" if ours else "connect", type(error).__name__))
             return
         except asyncio.CancelledError:
             exchange._fail(UpstreamError("cancelled"))

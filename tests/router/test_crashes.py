@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 
 import pytest
 
 from pushkv.model.routing import PrefixAffinity
 from pushkv.router import upstream
 from pushkv.router.attempt import Attempt, ClientGone
+from pushkv.router.command import more_files
 from pushkv.router.upstream import Connection, Exchange, UpstreamError
 
 from .stack import expected, play, stack, until
@@ -157,3 +159,46 @@ def test_a_client_that_leaves_between_the_legs(monkeypatch: pytest.MonkeyPatch) 
             await asyncio.gather(asking, return_exceptions=True)
 
     play(go())
+
+
+def test_a_router_without_descriptors_blames_no_server() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def go() -> None:
+        async with stack(health_every_s=60.0) as s:
+            servers = [*s.router.prefill, *s.router.decode]
+            async with s.http.get(s.url + "/health") as response:  # a kept connection of the client
+                assert response.status == 200
+            await until(lambda: all(server.pool.connections == 1 for server in servers))
+            for server in servers:
+                server.pool.retire()
+                server.pool._keep = 1024
+            await until(lambda: not any(mock._connections for mock in s.mocks))
+            await asyncio.sleep(0.05)  # until all of them are closed
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (_lowest_free(), hard))
+                reply = await s.ask("x")
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert reply.status == 503 and reply.error is not None and "no descriptors" in reply.error["message"]
+            assert all(server.up and not server.doubtful for server in servers)
+            assert (await s.ask("y")).text == expected("y")
+            await idle(s)
+
+    play(go())
+
+
+def _lowest_free() -> int:
+    """No descriptor from here up is given out under such a limit; those below are taken."""
+    with open("/dev/null", "rb") as file:
+        return file.fileno()
+
+
+def test_the_soft_limit_of_files_is_raised() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        more_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
