@@ -29,6 +29,7 @@ try:
     import uvloop
 
     from pushkv.router.app import Application
+    from pushkv.router.heads import bounded
     from pushkv.router.servers import HealthChecks
 except ImportError as _missing:  # pragma: no cover - the refusal is tested in a process of its own
     raise BadInput(f"the router needs {_missing.name}: pip install 'pushkv[router]'") from None
@@ -112,9 +113,9 @@ class Service:
         self._reload = asyncio.Event()
         try:
             config = uvicorn.Config(
-                self.application, loop="none", http="httptools", ws="none", lifespan="off", access_log=False,
-                log_config=None, log_level="warning", server_header=False, date_header=False, proxy_headers=False,
-                timeout_keep_alive=max(1, round(settings.client_idle_s)), backlog=4096,
+                self.application, loop="none", http=bounded(settings.client_idle_s), ws="none", lifespan="off",
+                access_log=False, log_config=None, log_level="warning", server_header=False, date_header=False,
+                proxy_headers=False, timeout_keep_alive=max(1, round(settings.client_idle_s)), backlog=4096,
                 ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
             )  # fmt: skip
             config.load()

@@ -171,7 +171,7 @@ SAYS: Mapping[str, str] = {
     "queue_s": "longest wait in the queue; then 429",
     "client_body_s": "until a client has sent its body; then 408",
     "client_stall_s": "a client that takes nothing for so long has left",
-    "client_idle_s": "an idle connection of a client is closed",
+    "client_idle_s": "an idle connection of a client is closed, as is one with half the head of a request",
     "upstream_idle_s": "an idle connection to a server is closed (vLLM closes its own after 5)",
     "health_every_s": "between two looks at a server's /health",
     "health_s": "longest wait for its answer",

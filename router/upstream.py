@@ -247,9 +247,7 @@ class Connection(asyncio.Protocol):
         if self._exchange is not None:
             status = self._parser.get_status_code()
             if not 100 <= status < 600:
-                exchange = self._exchange
-                self.drop()
-                exchange._fail(UpstreamError("malformed"))
+                self._exchange.abort(UpstreamError("malformed"))
             elif status < 200:  # "continue" and the like: the answer is still to come
                 self._exchange.headers.clear()
             else:
