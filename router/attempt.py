@@ -89,6 +89,7 @@ class Attempt:
         self._told: Identity | None = None  # who the decode leg was told that P is
         self._prefill_error: Failed | None = None
         self._answering = False
+        self._ended: BaseException | None = None
         self._began = time.perf_counter()
 
     @property
@@ -120,7 +121,7 @@ class Attempt:
             self._metrics.count("dispatches", "parallel", "push")
             self._told = prefill.identity
             params = prefill.identity.params(self.transfer_id, chat=b"chat" in self.ask.path)
-            self._start_prefill(self._prefill_ended)
+            self._start_prefill(self._prefill_ended).hold(self._settings.max_answer_bytes)
         if self._settings.mode == "push" and params is not None:
             params["transfer_id"] = self.transfer_id
         self._start_decode(params)
@@ -130,6 +131,7 @@ class Attempt:
 
     def end(self, error: BaseException | None = None) -> None:
         """End the legs that have not ended."""
+        self._ended = error
         for leg in list(self.legs.values()):
             leg.abort(error)
 
@@ -218,6 +220,8 @@ class Attempt:
     # ------------------------------------------------------------ the decode leg
 
     def _start_decode(self, params: dict[str, Any] | None) -> None:
+        if self._ended is not None:  # P's leg had just ended, so there was none that this could have ended
+            raise self._ended
         fleet, server = self._fleets[1], self.servers[1]
         tokens = self.ask.prompt_tokens + self.ask.answer_tokens
         leg = self._start(server, self.ask.decode_body(params), lambda _: fleet.finished(server, tokens))
@@ -237,6 +241,8 @@ class Attempt:
         except UpstreamError as error:
             self._cast_doubt(error.reason)
             raise self._broken("decode", error) from None
+        if leg.error is not None and not isinstance(leg.error, UpstreamError):
+            raise leg.error  # it was ended while its first event was on its way to us
         if leg.status >= 500 or leg.status in _REFUSED or (first.startswith(_FOUND) and _is_ours_to_retry(first)):
             self._cast_doubt("status")
             self._metrics.count("legs_failed", "decode", self.servers[1].name, f"status {max(5, leg.status // 100)}xx")
@@ -283,7 +289,8 @@ class Attempt:
             self._metrics.count("legs_failed", leg, server.name, error.reason)
         if error.reason in ("connect", "closed"):
             self._fleets[number].lost(server)
-        return Failed(leg, error.reason, again=error.reason != "too large", same=error.reason == "stale")
+        same = error.reason in ("stale", "no descriptors")
+        return Failed(leg, error.reason, again=error.reason != "too large", same=same)
 
 
 def _is_ours_to_retry(first: bytes) -> bool:

@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -28,6 +29,7 @@ try:
     import uvloop
 
     from pushkv.router.app import Application
+    from pushkv.router.heads import bounded
     from pushkv.router.servers import HealthChecks
 except ImportError as _missing:  # pragma: no cover - the refusal is tested in a process of its own
     raise BadInput(f"the router needs {_missing.name}: pip install 'pushkv[router]'") from None
@@ -63,6 +65,7 @@ def run(source: Source, *, check: bool = False) -> int:
         print(msgspec.json.format(msgspec.json.encode(settings)).decode())
         return 0
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    more_files()
     listening = _listen(settings.listen)
     gc.collect()
     gc.freeze()  # what is here stays: the collector need not look at it
@@ -70,6 +73,13 @@ def run(source: Source, *, check: bool = False) -> int:
     with listening:
         uvloop.run(Service(settings, source).serve(listening))
     return 0
+
+
+def more_files() -> None:
+    """Open files up to the hard limit: every request takes three, and the usual soft limit is 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # some systems have a lower bound of their own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _listen(where: str) -> socket.socket:
@@ -103,9 +113,9 @@ class Service:
         self._reload = asyncio.Event()
         try:
             config = uvicorn.Config(
-                self.application, loop="none", http="httptools", ws="none", lifespan="off", access_log=False,
-                log_config=None, log_level="warning", server_header=False, date_header=False, proxy_headers=False,
-                timeout_keep_alive=max(1, round(settings.client_idle_s)), backlog=4096,
+                self.application, loop="none", http=bounded(settings.client_idle_s), ws="none", lifespan="off",
+                access_log=False, log_config=None, log_level="warning", server_header=False, date_header=False,
+                proxy_headers=False, timeout_keep_alive=max(1, round(settings.client_idle_s)), backlog=4096,
                 ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
             )  # fmt: skip
             config.load()
@@ -183,11 +193,11 @@ class Service:
     def _read_again(self) -> None:
         metrics = self.application.router.metrics
         try:
-            settings = self._source.read()
-        except BadInput as error:
+            self.application.router.update(self._source.read())
+        except Exception as error:  # a reload must not end the task that does them
             metrics.count("reloads", "refused")
-            log.error("the server list stays as it was: %s", error)
+            said = str(error) if isinstance(error, BadInput) else type(error).__name__
+            log.error("the server list stays as it was: %s", said)
             return
-        self.application.router.update(settings)
         metrics.count("reloads", "done")
         log.info("the server list was read again: %d prefill and %d decode servers", *map(len, self._lists()))

@@ -22,8 +22,8 @@ from pushkv.router.settings import RouterSettings
 from pushkv.router.upstream import UpstreamError
 
 log = logging.getLogger("pushkv.router")
-STALE = 8
-"""Attempts that found a kept connection closed do not count; but so many in a row are no accident."""
+STALE = 2
+"""So many attempts that found a kept connection closed do not count; more are no accident."""
 _HOP = frozenset(
     b"connection keep-alive transfer-encoding content-length upgrade trailer date server x-request-id".split()
 )
@@ -106,11 +106,13 @@ class Router:
                 return attempt, await attempt.begin()
             except Failed as failed:
                 attempt.end()
-                if failed.reason == "stale":
+                same = failed.same
+                if failed.reason == "stale" and stale:
                     stale -= 1
                 else:
                     left -= 1
-                if not failed.again or not left or not stale:
+                    same = same and failed.reason != "stale"
+                if not failed.again or not left:
                     raise
                 self.metrics.count("retries", f"{failed.leg} {failed.reason}")
                 log.info(
@@ -119,7 +121,7 @@ class Router:
                     failed.leg,
                     failed.reason,
                 )
-                if not failed.same:
+                if not same:
                     tried[0 if failed.leg == "prefill" else 1].add(
                         (prefill if failed.leg == "prefill" else decode).number
                     )
@@ -154,15 +156,18 @@ class Router:
             leg.limit(self.settings.token_gap_s)
             try:
                 part = await leg.chunk()
-            except UpstreamError as error:
-                self.metrics.count("streams_broken", error.reason)
+            except ClientGone:
+                raise
+            except Exception as error:  # whatever it is, the client must see that its answer is not whole
+                reason = error.reason if isinstance(error, UpstreamError) else "internal"
+                self.metrics.count("streams_broken", reason)
                 log.warning(
                     "transfer %s: decode server %s failed after its first token (%s)",
                     attempt.transfer_id,
                     attempt.servers[1].name,
-                    error.reason,
+                    reason,
                 )
-                if error.reason in ("connect", "closed", "stale"):
+                if reason in ("connect", "closed", "stale"):
                     self.decode.lost(attempt.servers[1])
                 attempt.end()
                 await client.body(_BROKEN, False)
@@ -180,7 +185,7 @@ class Router:
         if failed.status:
             return failed.status, passed_on(failed.headers), failed.body
         status = 504 if failed.reason == "timeout" else 502
-        if not self.prefill.alive or not self.decode.alive:
+        if not self.prefill.alive or not self.decode.alive or failed.reason == "no descriptors":
             status = 503
         headers = [(b"content-type", b"application/json")]
         if status == 503:
@@ -236,9 +241,10 @@ class Router:
         return self.metrics.text()
 
     def update(self, settings: RouterSettings) -> None:
-        """A new server list; the other settings stay as they were at the start."""
-        self.prefill.update(settings.prefill)
-        self.decode.update(settings.decode)
+        """A new server list; the other settings stay as at the start. Raises `BadInput`; then nothing is changed."""
+        prefill, decode = self.prefill.new(settings.prefill), self.decode.new(settings.decode)
+        self.prefill.update(settings.prefill, prefill)
+        self.decode.update(settings.decode, decode)
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -52,20 +52,29 @@ def examine(asked: Examination) -> list[Finding]:
     from pushkv.router import machine_checks, peer_checks
 
     settings, findings = _settings(asked)
-    checks: list[Callable[[], Iterator[Finding]]] = [lambda: machine_checks.vllm()]
+    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [("vLLM", lambda: machine_checks.vllm())]
     if settings is not None:
         backend, host, port, secret = settings.backend, settings.host, settings.port, settings.secret
         checks += [
-            lambda: machine_checks.nixl(backend),
-            lambda: machine_checks.devices(settings, *ROLES[asked.role]),
-            lambda: machine_checks.fabric(backend, asked.environ),
-            lambda: machine_checks.ports(host, port, asked.tp),
-            *(partial(peer_checks.side_channel, peer, secret) for peer in asked.peers),
+            ("NIXL", lambda: machine_checks.nixl(backend)),
+            ("devices", lambda: machine_checks.devices(settings, *ROLES[asked.role])),
+            ("fabric", lambda: machine_checks.fabric(backend, asked.environ)),
+            ("ports", lambda: machine_checks.ports(host, port, asked.tp)),
+            *(("peer", partial(peer_checks.side_channel, peer, secret)) for peer in asked.peers),
         ]
-    checks.append(lambda: peer_checks.servers(asked.servers))
-    for check in checks:
-        findings += check()
+    checks.append(("servers", lambda: peer_checks.servers(asked.servers)))
+    for name, check in checks:
+        findings += _guarded(name, check)
     return findings
+
+
+def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What the check finds, and that it failed itself where it did: the others go on."""
+    try:
+        yield from check()
+    except Exception as error:  # only its kind is shown: its text may quote a setting
+        todo = "look at the rest; please report this as a bug of pushkv, with the versions of vLLM and NIXL"
+        yield Finding(name, "error", f"the check itself failed ({type(error).__name__})", todo)
 
 
 def _settings(asked: Examination) -> tuple[ConnectorSettings | None, list[Finding]]:
@@ -92,16 +101,18 @@ def parse(options: Any) -> Examination:
         try:
             whole = json.loads(options.kv_transfer_config)
             extra = whole.get("kv_connector_extra_config") or {}
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             raise BadInput("--kv-transfer-config must be the JSON object that vLLM is started with") from None
+        if not isinstance(extra, dict):
+            raise BadInput("kv_connector_extra_config in --kv-transfer-config must be a JSON object")
     if options.role not in ROLES:
         raise BadInput(f"--role is {options.role!r}: it must be one of {', '.join(ROLES)}")
-    if not (options.tp.isdigit() and 1 <= int(options.tp) <= 1024):
+    if not 1 <= _whole(options.tp) <= 1024:
         raise BadInput(f"--tp is {options.tp!r}: it must be from 1 to 1024")
     peers = []
     for text in options.peer or ():
         host, _, port = text.rpartition(":")
-        if not host or not port.isdigit() or not 1 <= int(port) <= 65535:
+        if not host or not 1 <= _whole(port) <= 65535:
             raise BadInput(f"--peer {text!r} must be HOST:PORT of another engine's side channel")
         peers.append((host.strip("[]"), int(port)))
     for url in options.server or ():
@@ -110,6 +121,11 @@ def parse(options: Any) -> Examination:
     return Examination(
         extra, dict(os.environ), options.role, int(options.tp), tuple(peers), tuple(options.server or ())
     )
+
+
+def _whole(text: str) -> int:
+    """0 where it is no whole number of up to five digits."""
+    return int(text) if len(text) <= 5 and text.isascii() and text.isdecimal() else 0
 
 
 def document(findings: Sequence[Finding]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from http.client import HTTPException
 from typing import Any
 
 from pushkv.reference import envelope
@@ -106,7 +107,7 @@ def servers(urls: Sequence[str], answer_s: float = ANSWER_S) -> Iterator[Finding
     for url in urls:
         try:
             facts[url] = _facts(url.rstrip("/"), answer_s)
-        except (OSError, ValueError, KeyError, IndexError) as error:
+        except Exception as error:  # whatever it answers, it is no vLLM server
             says = f"{url} does not answer as a vLLM server ({type(error).__name__})"
             yield Finding("server", "error", says, "is it up, and is this its HTTP address?")
             continue
@@ -140,7 +141,7 @@ def _facts(url: str, answer_s: float) -> dict[str, str]:
     labels: dict[str, Any] = dict(re.findall(r'(\w+)="([^"]*)"', info[1])) if info else {}
     try:
         version = str(json.loads(_get(f"{url}/version", answer_s))["version"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, HTTPException, ValueError, LookupError, TypeError, RecursionError):
         version = ""
     found = {"model": str(model.get("root") or model["id"]), "vLLM": version}
     found |= {says: str(labels.get(label, "")) for label, says in COMPARED.items()}

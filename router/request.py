@@ -25,7 +25,12 @@ _HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade host content-length accept-encoding expect x-request-id content-type".split()
 )
-_NOT_FOR_PREFILL = ("stream", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "min_tokens")
+_NOT_FOR_PREFILL = (
+    "stream", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "echo",
+    "min_tokens", "return_token_ids", "return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text",
+    "return_mm_kwargs",
+)  # fmt: skip
+"""What asks for a longer answer: nobody reads P's."""
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _encode = msgspec.json.Encoder().encode
 _TRUE, _ONE = msgspec.Raw(b"true"), msgspec.Raw(b"1")

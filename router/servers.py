@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import ssl
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from pushkv.model.routing import POLICIES, Dispatcher
 from pushkv.router.identity import Identity
@@ -96,8 +96,11 @@ class Fleet:
         return self._policy.outstanding(server.number)
 
     def lost(self, server: Server) -> None:
+        """Called for every leg that breaks: only the first one changes what the policy knows."""
+        was_up = server.up
         server.lost()
-        self._policy.mark(server.number, True)
+        if was_up:
+            self._policy.mark(server.number, True)
 
     def found(self, server: Server) -> None:
         if not server.up:
@@ -105,22 +108,31 @@ class Fleet:
         server.up, server.fails = True, 0
         self._policy.mark(server.number, False)
 
-    def update(self, wanted: Sequence[ServerSettings]) -> None:
+    def new(self, wanted: Sequence[ServerSettings]) -> dict[str, Server]:
+        """The servers of the list that are not here, by URL, for `update`; nothing has changed. Raises `BadInput`."""
+        there = {server.settings.url: server for server in self}
+        made: dict[str, Server] = {}
+        for one in wanted:
+            server = there.get(one.url)
+            if server is None or (server.settings.drain and not one.drain):  # a removed number is never used again
+                made[one.url] = Server(self.role, one, len(self._servers) + len(made), self._common)
+        return made
+
+    def update(self, wanted: Sequence[ServerSettings], new: Mapping[str, Server]) -> None:
         """The server list has changed. What a server that has gone is doing goes on; one that comes back is new."""
         there = {server.settings.url: server for server in self}
         added = []
         for one in wanted:
-            server = there.pop(one.url, None)
-            if server is not None and server.settings.drain and not one.drain:
-                there[one.url], server = server, None  # a number that was removed is never used again
-            if server is None:
+            server = new.get(one.url)
+            if server is not None:
                 number = self._policy.add()
-                server = Server(self.role, one, number, self._common)
+                assert number == server.number == len(self._servers)
                 self._servers.append(server)
                 self._here[number] = None
                 if one.drain:
                     added.append(server)
             else:
+                server = there.pop(one.url)
                 if one.drain and not server.settings.drain:
                     added.append(server)
                 if one.identity is not None and one.identity != server.settings.identity:
@@ -173,7 +185,7 @@ class HealthChecks:
         reason = exchange.error.reason if isinstance(exchange.error, UpstreamError) else ""
         if well:
             fleet.found(server)
-        elif reason != "stale":
+        elif reason not in ("stale", "no descriptors"):
             server.fails += 1
             if server.fails >= FAILS or reason == "connect":
                 fleet.lost(server)

@@ -171,7 +171,7 @@ SAYS: Mapping[str, str] = {
     "queue_s": "longest wait in the queue; then 429",
     "client_body_s": "until a client has sent its body; then 408",
     "client_stall_s": "a client that takes nothing for so long has left",
-    "client_idle_s": "an idle connection of a client is closed",
+    "client_idle_s": "an idle connection of a client is closed, as is one with half the head of a request",
     "upstream_idle_s": "an idle connection to a server is closed (vLLM closes its own after 5)",
     "health_every_s": "between two looks at a server's /health",
     "health_s": "longest wait for its answer",
@@ -231,7 +231,10 @@ def read(path: str | None, flags: Mapping[str, Any]) -> RouterSettings:
         if name not in known:
             raise unknown("the setting", name, known)
     for kind in ("prefill", "decode"):
-        for entry in values.get(kind, ()):
+        entries = values.get(kind, ())
+        if not isinstance(entries, (list, tuple)):
+            raise BadInput(f"{kind} is no list of servers: write [[{kind}]] tables, each with its url")
+        for entry in entries:
             for name in entry if isinstance(entry, dict) else ():
                 if name not in ServerSettings.__struct_fields__:
                     raise unknown(f"the setting of a {kind} server", name, ServerSettings.__struct_fields__)

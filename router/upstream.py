@@ -11,6 +11,7 @@ is called once. `abort` closes the connection under it: that is how a server is 
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +19,9 @@ from typing import Any, Literal, cast
 
 import httptools
 
-Failure = Literal["connect", "stale", "closed", "malformed", "timeout", "too large", "cancelled"]
+Failure = Literal["connect", "stale", "closed", "malformed", "timeout", "too large", "cancelled", "no descriptors"]
+STALE_S = 1.0
+"""A kept connection that its server closes later than this has not crossed with the request: the server failed."""
 HIGH_WATER = 256 << 10
 """Bytes of an answer that nobody has fetched; more stay in the kernel: a slow client slows its server down."""
 
@@ -27,7 +30,7 @@ class UpstreamError(Exception):
     """An exchange that will not be completed. reason: of a closed list, for metrics and the log.
 
     `stale`: a kept connection was closed as the request was sent, before any byte of an answer; nothing is wrong with
-    the server.
+    the server. Nor with `no descriptors`: this process has as many files open as it may.
     """
 
     def __init__(self, reason: Failure, detail: str = "") -> None:
@@ -39,14 +42,14 @@ class Exchange:
     """One request and its answer. status: 0 until the head is here. headers: names in lower case."""
 
     __slots__ = (
-        "_chunks", "_connection", "_deadline", "_loop", "_size", "_timer", "_waiter", "complete", "error", "headed",
-        "headers", "on_end", "status",
+        "_chunks", "_connection", "_deadline", "_loop", "_most", "_size", "_timer", "_waiter", "complete", "error",
+        "headed", "headers", "on_end", "status",
     )  # fmt: skip
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_end: Callable[[Exchange], None] | None) -> None:
         self._loop = loop
         self._chunks: deque[bytes] = deque()
-        self._size = 0
+        self._size = self._most = 0
         self._connection: Connection | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -107,6 +110,10 @@ class Exchange:
                 raise error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def hold(self, most: int) -> None:
+        """Nobody will fetch the body before it ends: keep all of it. It fails with `too large` above `most` bytes."""
+        self._most = most
+
     def body(self) -> bytes:
         """What of the body is here and has not been fetched."""
         return self._take() if self._chunks else b""
@@ -132,7 +139,11 @@ class Exchange:
     def _body(self, data: bytes) -> None:
         self._chunks.append(data)
         self._size += len(data)
-        if self._size > HIGH_WATER and self._connection is not None:
+        if self._most:
+            if self._size > self._most:
+                self.abort(UpstreamError("too large"))
+                return
+        elif self._size > HIGH_WATER and self._connection is not None:
             self._connection.pause()
         self._wake()
 
@@ -185,7 +196,7 @@ class Exchange:
 class Connection(asyncio.Protocol):
     """One connection of a pool. used: it has carried an exchange before the present one."""
 
-    __slots__ = ("_exchange", "_parser", "_paused", "_pool", "_transport", "heard", "idle_since", "used")
+    __slots__ = ("_exchange", "_parser", "_paused", "_pool", "_sent", "_transport", "heard", "idle_since", "used")
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -193,7 +204,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._paused = False
         self.heard = self.used = False
-        self.idle_since = 0.0
+        self.idle_since = self._sent = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -204,6 +215,7 @@ class Connection(asyncio.Protocol):
         self._parser: Any = httptools.HttpResponseParser(self)
         self._exchange = exchange
         self.heard = False
+        self._sent = exchange._loop.time()
         exchange.attach(self)
         if len(body) < 16384:
             self._transport.write(head + body)
@@ -223,6 +235,10 @@ class Connection(asyncio.Protocol):
             if exchange is not None:
                 exchange._fail(UpstreamError("malformed"))
 
+    def on_message_begin(self) -> None:
+        if self._exchange is None:  # more than was asked for: it would be taken for the next request's answer
+            self.drop()
+
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._exchange is not None:
             self._exchange.headers.append((name.lower(), value))
@@ -230,7 +246,9 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         if self._exchange is not None:
             status = self._parser.get_status_code()
-            if status < 200:  # "continue" and the like: the answer is still to come
+            if not 100 <= status < 600:
+                self._exchange.abort(UpstreamError("malformed"))
+            elif status < 200:  # "continue" and the like: the answer is still to come
                 self._exchange.headers.clear()
             else:
                 self._exchange._head(status)
@@ -265,7 +283,8 @@ class Connection(asyncio.Protocol):
         if exchange.headed and not framed and error is None:  # an answer that ends with its connection
             exchange._finish()
         else:
-            exchange._fail(UpstreamError("stale" if self.used and not self.heard else "closed"))
+            crossed = self.used and not self.heard and exchange._loop.time() - self._sent < STALE_S
+            exchange._fail(UpstreamError("stale" if crossed else "closed"))
 
     def pause(self) -> None:
         if self._transport is not None and not self._paused:
@@ -331,8 +350,9 @@ class Pool:
                 _, connection = await loop.create_connection(
                     lambda: Connection(self), self.host, self.port, ssl=self._tls
                 )
-        except (OSError, TimeoutError) as error:  # TLS errors are OSErrors too
-            exchange._fail(UpstreamError("connect", type(error).__name__))
+        except (OSError, TimeoutError, UnicodeError) as error:  # TLS errors are OSErrors; a name may not be writable
+            ours = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+            exchange._fail(UpstreamError("no descriptors" if ours else "connect", type(error).__name__))
             return
         except asyncio.CancelledError:
             exchange._fail(UpstreamError("cancelled"))

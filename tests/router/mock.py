@@ -77,6 +77,7 @@ class Mock:
         self.role, self.wire = role, wire
         self.prefill_s, self.token_s = prefill_s, token_s
         self.refuse_s = 0.05
+        self.padding = 0  # more bytes of a prefill leg's answer
         self.fault: Fault = lambda _: ""
         self.seen: list[Seen] = []
         self.keep_seen = True
@@ -214,6 +215,7 @@ class Mock:
         answer["kv_transfer_params"].update(
             remote_engine_id=self.engine_id, remote_port=self.side_port, transfer_id=seen.params["transfer_id"]
         )
+        answer["padding"] = "x" * self.padding
         event = self.wire.prefill(self.engine_id, seen.params["transfer_id"])
         event.set()
         await self._whole(writer, status, headers, json.dumps(answer).encode())

@@ -261,6 +261,74 @@ def test_the_command(tmp_path: Path) -> None:
         (["--peer", "x"], "must be HOST:PORT"),
         (["--server", "x"], "must be a URL"),
         (["--kv-transfer-config", "[]"], "must be the JSON object"),
+        (["--kv-transfer-config", '{"kv_connector_extra_config": 5}'], "must be a JSON object"),
+        (["--tp", "²"], "--tp is '²'"),
+        (["--peer", "h:²"], "must be HOST:PORT"),
+        (["--peer", "h:" + "1" * 5000], "must be HOST:PORT"),
     ):
         done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"",
+        *(
+            b"HTTP/1.0 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+            for body in (
+                b"[]",
+                b"5",
+                b"null",
+                b'{"data": 5}',
+                b'{"data": [5]}',
+                b'{"data": [{}]}',
+                b"\xff",
+                b"[" * 9999,
+            )
+        ),
+        b"HTTP/1.0 200 OK\r\ncontent-length: 50\r\n\r\n{}",
+    ],
+)
+def test_a_server_that_answers_nonsense(answer: bytes) -> None:
+    """Another service's port, or one that answers what vLLM would not."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(0.05)
+
+        def serve() -> None:
+            while not over.is_set():
+                try:
+                    connection, _ = listening.accept()
+                except TimeoutError:
+                    continue
+                with connection:
+                    connection.settimeout(5)
+                    connection.recv(4096)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            found = one(peer_checks.servers((f"http://127.0.0.1:{listening.getsockname()[1]}",), 2.0))
+        finally:
+            over.set()
+            thread.join()
+    assert found.level == "error" and "does not answer as a vLLM server" in found.says
+
+
+def test_a_check_that_fails_itself_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ports(*_: object) -> Iterator[Finding]:
+        yield Finding("ports", "ok", "the first")
+        raise RuntimeError(SECRET)
+
+    def nothing(*_: object) -> Iterator[Finding]:
+        yield from ()
+
+    for name in ("vllm", "nixl", "devices", "fabric"):
+        monkeypatch.setattr(machine_checks, name, nothing)
+    monkeypatch.setattr(machine_checks, "ports", ports)
+    found = doctor.examine(Examination(environ={}, servers=("http://127.0.0.1:9",)))
+    assert [(one.check, one.level) for one in found[-3:]] == [("ports", "ok"), ("ports", "error"), ("server", "error")]
+    assert "RuntimeError" in found[-2].says and found[-2].todo and SECRET not in str(found)

@@ -354,3 +354,20 @@ def test_the_session_of_aiohttp_sees_no_half_answer() -> None:
             assert response.status in (502, 503) and body["error"]["code"] == response.status
 
     play(go())
+
+
+def test_a_long_answer_of_p_holds_no_connection() -> None:
+    """Nobody waits for it, but it is taken whole: up to `max_answer_bytes`, then P is let go."""
+
+    async def go() -> None:
+        async with stack(max_answer_bytes=20 << 20) as s:
+            s.prefill[0].padding = 16 << 20
+            assert (await s.ask("x", stream=True)).text == expected("x")
+            await idle(s)
+            assert [seen.end for seen in s.prefill[0].seen] == ["answered"]
+            s.prefill[0].padding = 32 << 20
+            await s.ask("y", stream=True)
+            await idle(s)
+            assert await s.metric("legs_failed_total", reason="too large") == 1
+
+    play(go())

@@ -257,3 +257,12 @@ def test_no_credential_and_no_prompt_in_a_log_line(caplog: pytest.LogCaptureFixt
     said = "\n".join(record.getMessage() + str(record.exc_info or "") for record in caplog.records)
     assert "failed" in said and "failed in the router itself" in said
     assert "secret" not in said
+
+
+def test_what_makes_an_answer_long_is_not_asked_of_p() -> None:
+    fields = {"prompt": "x", "model": "m", "top_logprobs": 5, "prompt_logprobs": 5, "echo": True}
+    fields |= {"return_token_ids": True, "return_token_offsets": True, "return_prompt_text": True, "min_tokens": 9}
+    ask = parse(b"/v1/completions", [], json.dumps(fields).encode(), b"x-session-id", prefixes=False)
+    sent = json.loads(ask.prefill_body({}))
+    assert sent == {"prompt": "x", "model": "m", "max_tokens": 1, "kv_transfer_params": {}}
+    assert json.loads(ask.decode_body({})) == {**fields, "kv_transfer_params": {}}

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from pathlib import Path
 
 import msgspec
+import pytest
 
-from pushkv.router.settings import ServerSettings
+from pushkv.router.command import Source
+from pushkv.router.settings import RouterSettings, ServerSettings
+from pushkv.sim.errors import BadInput
 
 from .mock import Mock
 from .stack import expected, play, stack, until
@@ -106,3 +110,43 @@ def test_the_engines_connections_are_let_go_when_idle() -> None:
             assert (await s.ask("again")).text == expected("again")
 
     play(go())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_list_that_cannot_be_used_changes_nothing(tmp_path: Path, role: str) -> None:
+    """Also where only one role's cannot: its certificates are gone since the start."""
+    ca = tmp_path / "ca.pem"
+    ca.write_text("none")
+
+    async def go() -> None:
+        async with stack(2, 2, policy="round-robin", upstream_ca=str(ca)) as s:
+            settings = s.service.application.settings
+            other, bad = ServerSettings("http://127.0.0.1:9"), ServerSettings("https://127.0.0.1:10")
+            lists = {"prefill": (other,), "decode": (other,)} | {role: (*getattr(settings, role), other, bad)}
+            before = s.service._lists()
+            with pytest.raises(BadInput):
+                s.router.update(msgspec.structs.replace(settings, **lists))
+            assert s.service._lists() == before
+            for n in range(6):
+                assert (await s.ask(f"q{n}")).text == expected(f"q{n}")
+            assert all(mock.seen for mock in s.mocks)
+
+    play(go())
+
+
+def test_a_reload_that_fails_in_any_way_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Source):
+        def read(self) -> RouterSettings:
+            raise IndexError("secret")
+
+    async def go() -> None:
+        async with stack() as s:
+            s.service._source = Broken(None, {})
+            for n in range(1, 3):
+                s.service._reload.set()
+                await until(lambda: not s.service._reload.is_set())
+                assert await s.metric("reloads_total", result="refused") == n
+            assert (await s.ask("x")).text == expected("x")
+
+    play(go())
+    assert "the server list stays as it was: IndexError" in caplog.text and "secret" not in caplog.text

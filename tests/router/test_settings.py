@@ -58,6 +58,11 @@ def test_a_file_and_flags(tmp_path: Path) -> None:
         (GOOD + '[[prefill]]\nurl = "http://h:1"\nengine_id = "D"\n', "http://h:1 has engine_id only"),
         (f'[[prefill]]\nurl = "{P}"\n', "there is no decode server"),
         (f'[[decode]]\nurl = "{D}"\ndrain = true\n[[prefill]]\nurl = "{P}"\n', "all decode servers have drain = true"),
+        ("prefill = 5\n", "prefill is no list of servers: write [[prefill]] tables"),
+        (f'decode = "{D}"\n', "decode is no list of servers: write [[decode]] tables"),
+        ("prefill = [5]\n", "prefill[0]: expected object, got int"),
+        ("[prefill]\nurl = 1\n", "prefill is no list of servers"),
+        (GOOD + "[[decode]]\nurl = 5\n", "expected str, got int"),
         ("= 1", "is not TOML"),
     ],
 )

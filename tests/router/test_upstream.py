@@ -96,6 +96,9 @@ def test_connections_are_kept_and_a_closed_one_is_stale() -> None:
         ([LENGTH[:-1]], "closed"),
         ([CHUNKED[:-3]], "closed"),
         ([b"nonsense\r\n\r\n"], "malformed"),
+        ([LENGTH.replace(b"200", b"600")], "malformed"),
+        ([LENGTH.replace(b"200", b"999")], "malformed"),
+        ([LENGTH.replace(b"200", b"099")], "malformed"),
         ([CHUNKED.replace(b"3;", b"g;")], "malformed"),
         ([LENGTH.replace(b"5", b"4000") + b"x" * 3995], "too large"),
     ],
@@ -109,6 +112,36 @@ def test_what_goes_wrong_has_a_name(pieces: list[bytes], reason: str) -> None:
         await until(lambda: pool.connections == 0)
 
     play(exchanges([pieces], do))
+
+
+@pytest.mark.parametrize("surplus", [LENGTH, LENGTH[:30], b"H", b"x", b"garbage\r\n\r\n"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_more_than_was_asked_for_is_no_answer_to_the_next_request(surplus: bytes, apart: bool) -> None:
+    other = LENGTH.replace(b"hello", b"other")
+
+    async def do(pool: Pool, made: list[int]) -> None:
+        assert await got(pool.start(REQUEST, b"{}")) == (200, b"hello")
+        if apart:
+            await until(lambda: pool.connections == 0)
+        assert pool.connections == 0
+        first[:] = [other]
+        assert await got(pool.start(REQUEST, b"{}")) == (200, b"other")
+        assert len(made) == 2
+
+    first = [LENGTH, surplus] if apart else [LENGTH + surplus]
+    play(exchanges([first, [other]], do))
+
+
+@pytest.mark.parametrize("host", ["x" * 64 + ".invalid", "a..invalid"])
+def test_a_name_that_cannot_be_looked_up(host: str) -> None:
+    async def go() -> None:
+        exchange = Pool(host, 9, None, connect_s=5, idle_s=1).start(REQUEST, b"{}")
+        exchange.limit(5)
+        with pytest.raises(UpstreamError) as caught:
+            await exchange.head()
+        assert caught.value.reason == "connect"
+
+    play(go())
 
 
 def test_nobody_listens_and_limits() -> None:
