@@ -207,7 +207,7 @@ class Rank:
 
     def _ring(self) -> None:
         """A copy is done."""
-        self._rung = True
+        self.look_again()
         self.wake()
 
     @property
