@@ -78,7 +78,8 @@ class StepOrders:
     sent, received: requests whose blocks vLLM may free or use. failed: requests whose load failed; they are in
     `received` too, in the same step or later. invalid: blocks of `failed`, for versions that know only those.
     preempted: transfers of prefills that have lost their blocks, which this step may overwrite. step: number of this
-    step. chunks: it computes what is sent chunk by chunk, so that the ranks must hear when it is enqueued.
+    step. chunks: it computes what is sent chunk by chunk, so that the ranks must hear when it is enqueued. early: vLLM
+    neither zeroes nor copies blocks in this step, so that `load` may be begun before it prepares its forward.
     """
 
     load: list[Load] = field(default_factory=list)
@@ -89,6 +90,7 @@ class StepOrders:
     preempted: list[str] = field(default_factory=list)
     step: int = 0
     chunks: bool = False
+    early: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.load or self.sent or self.received or self.failed or self.invalid or self.preempted)

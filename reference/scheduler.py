@@ -20,6 +20,7 @@ from pushkv.reference.ports import IDLE, BlockIds, Office, StepOrders
 from pushkv.reference.prefill_legs import PrefillLegs
 from pushkv.reference.progress import progress
 from pushkv.reference.rules import Rules
+from pushkv.reference.versions import writes_blocks
 
 
 class SchedulerSide:
@@ -75,6 +76,7 @@ class SchedulerSide:
             orders.chunks = self.prefill.computes(progress(output, self.prefill.running), self._step)
         self.prefill.orders(orders)
         self.decode.step(bool(scheduled), output, orders)
+        orders.early = bool(orders.load) and not writes_blocks(output)
         return orders
 
     def finished(

@@ -206,6 +206,14 @@ def writes_before_hooks(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
+def writes_blocks(scheduler_output: Any) -> bool:
+    """Whether a step zeroes or copies blocks before its forward, of which a scatter begun before it might be undone.
+    True when that cannot be told.
+    """
+    names = ("new_block_ids_to_zero", "kv_cache_block_copies")
+    return any(getattr(scheduler_output, name, True) for name in names)
+
+
 def ids_are_randomized() -> bool:
     """Whether vLLM appends a random suffix to request ids."""
     try:

@@ -14,7 +14,7 @@ from pushkv.model.layout import Layout
 from pushkv.reference.caches import Ranks, layouts_of
 from pushkv.reference.cpu_formats import CpuFormat
 from pushkv.reference.memory import free_and_margin, sizes
-from pushkv.reference.ports import EngineSetup, OpenRank, Rank, RankCard, StepOrders
+from pushkv.reference.ports import EngineSetup, Load, Loading, OpenRank, Rank, RankCard, StepOrders
 
 
 class WorkerSide:
@@ -30,6 +30,7 @@ class WorkerSide:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._invalid: set[int] = set()
+        self._begun: list[tuple[Load, Loading]] = []
 
     def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any, cpu: CpuFormat | None) -> Rank:
         """Reads the layout, sizes landing and staging memory, and opens the rank.
@@ -55,10 +56,14 @@ class WorkerSide:
         return None if self.rank is None else self.rank.card
 
     def preempted(self, orders: StepOrders) -> None:
-        """`handle_preemptions`: before this step overwrites what was preempted."""
+        """`handle_preemptions`: before this step overwrites what was preempted, and before vLLM prepares its forward,
+        which takes about as long as a scatter.
+        """
         if orders.preempted and self.rank is not None:
             preempted, orders.preempted = orders.preempted, []
             self.rank.fence(preempted, orders.step)
+        if orders.early:
+            self._begin_loads(orders)
 
     def begin(self, orders: StepOrders) -> None:
         """`bind_connector_metadata`: what this step reports, whichever hook asks for it first. Older versions do not
@@ -74,14 +79,18 @@ class WorkerSide:
 
     def load(self, orders: StepOrders) -> None:
         """`start_load_kv`: all scatters are begun, then all are waited for."""
-        if not orders.load or self.rank is None:
-            return
-        loads, orders.load = orders.load, []  # a second call in this step finds nothing to do
-        rank = self.rank
-        begun = [(one, rank.scatter(one.transfer_id, one.blocks, one.first, one.stop)) for one in loads]
+        self._begin_loads(orders)
+        begun, self._begun = self._begun, []
         for one, loading in begun:
             if not loading.wait():
                 self._invalid.update(block for group in one.blocks for block in group)
+
+    def _begin_loads(self, orders: StepOrders) -> None:
+        """They come behind all that is enqueued by now."""
+        if not orders.load or self.rank is None:
+            return
+        loads, orders.load = orders.load, []  # a second call in this step finds nothing to do
+        self._begun += [(one, self.rank.scatter(one.transfer_id, one.blocks, one.first, one.stop)) for one in loads]
 
     def saved(self, orders: StepOrders) -> None:
         """`wait_for_save`: this step's forward is enqueued."""

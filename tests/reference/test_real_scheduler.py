@@ -109,6 +109,7 @@ class Vllm:
         out = self.scheduler.schedule()
         orders = out.kv_connector_metadata.orders
         self.engine.fence(orders.preempted, orders.step)
+        assert orders.early is bool(orders.load)  # a plain cache: nothing is zeroed or copied before the forward
         for load in orders.load:
             assert out.has_sync_kv_loads
             self.engine.scatter(load.transfer_id, load.blocks, load.first, load.stop)

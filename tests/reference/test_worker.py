@@ -82,6 +82,29 @@ def test_all_loads_are_begun_before_any_is_waited_for() -> None:
     assert rank.did == [("scatter", "t1", 0, 4), ("scatter", "t2", 4, 8), ("wait", "t1"), ("wait", "t2")]
 
 
+def test_a_load_is_begun_behind_the_fence_and_before_the_forward_is_prepared() -> None:
+    rank = Rank()
+    worker = side(rank)
+    orders = StepOrders(load=[Load("r", "t", ([1],), 0, 4)], preempted=["lost"], step=7, early=True)
+    worker.preempted(orders)
+    assert rank.did == [("fence", 7, "lost"), ("scatter", "t", 0, 4)]
+    worker.begin(orders)  # older versions come twice
+    worker.load(orders)
+    worker.load(orders)
+    assert rank.did[2:] == [("wait", "t")]
+
+
+def test_a_load_waits_where_vllm_writes_blocks_before_the_forward() -> None:
+    rank = Rank()
+    worker = side(rank)
+    orders = StepOrders(load=[Load("r", "t", ([1],), 0, 4)])
+    worker.preempted(orders)
+    worker.begin(orders)
+    assert not rank.did
+    worker.load(orders)
+    assert rank.did == [("scatter", "t", 0, 4), ("wait", "t")]
+
+
 def test_preempted_prefills_are_fenced() -> None:
     rank = Rank()
     worker = side(rank)
