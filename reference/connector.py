@@ -33,7 +33,7 @@ from pushkv.reference.metric_names import Meter
 from pushkv.reference.metrics import PushPromMetrics, PushStats
 from pushkv.reference.ports import RankCard, StepOrders
 from pushkv.reference.scheduler import SchedulerSide
-from pushkv.reference.worker import WorkerSide
+from pushkv.reference.worker import WorkerSide, begin_loads
 
 NAME = "PushConnector"
 LINGER_S = 2.0
@@ -69,6 +69,7 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         self._meter = Meter("office")
         self._busy_at = -LINGER_S
         self._pool: Any = None
+        self._alone: Any = None  # the only rank, when it is in this process
         if role == KVConnectorRole.SCHEDULER:
             rules_of(vllm_config, kv_cache_config, self._setup, KVConnectorBase_V1)  # what is impossible is said now
         else:
@@ -84,6 +85,7 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
             raise RuntimeError(f"{len(cards)} ranks have opened, {self._setup.tp_size} were expected")
         rules = rules_of(self._vllm_config, self._kv_cache_config, self._setup, KVConnectorBase_V1)
         alone = local.get(self._setup.engine_id) if len(cards) == 1 and not cards[0].door else None
+        self._alone = alone
         open_office = opener_of_offices()
         self._scheduler = SchedulerSide(open_office(sized(self._setup, cards), cards, alone), rules)
         self._scheduler.decode.pool = self._pool
@@ -109,7 +111,10 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         preempted = getattr(scheduler_output, "preempted_req_ids", None)
         if scheduler_output.num_scheduled_tokens:
             self._busy_at = time.monotonic()
-        return PushMetadata(self._side().step(scheduler_output.num_scheduled_tokens, preempted, scheduler_output))
+        orders = self._side().step(scheduler_output.num_scheduled_tokens, preempted, scheduler_output)
+        if orders.early and not orders.preempted and self._alone is not None:  # this thread runs the step too
+            begin_loads(self._alone, orders)
+        return PushMetadata(orders)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -79,7 +79,8 @@ class StepOrders:
     `received` too, in the same step or later. invalid: blocks of `failed`, for versions that know only those.
     preempted: transfers of prefills that have lost their blocks, which this step may overwrite. step: number of this
     step. chunks: it computes what is sent chunk by chunk, so that the ranks must hear when it is enqueued. early: vLLM
-    neither zeroes nor copies blocks in this step, so that `load` may be begun before it prepares its forward.
+    neither zeroes nor copies blocks in this step, so that `load` may be begun before it prepares its forward. begun: of
+    `load`, what is under way.
     """
 
     load: list[Load] = field(default_factory=list)
@@ -91,6 +92,7 @@ class StepOrders:
     step: int = 0
     chunks: bool = False
     early: bool = False
+    begun: list[tuple[Load, Loading]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.load or self.sent or self.received or self.failed or self.invalid or self.preempted)

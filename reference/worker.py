@@ -14,7 +14,13 @@ from pushkv.model.layout import Layout
 from pushkv.reference.caches import Ranks, layouts_of
 from pushkv.reference.cpu_formats import CpuFormat
 from pushkv.reference.memory import free_and_margin, sizes
-from pushkv.reference.ports import EngineSetup, Load, Loading, OpenRank, Rank, RankCard, StepOrders
+from pushkv.reference.ports import EngineSetup, OpenRank, Rank, RankCard, StepOrders
+
+
+def begin_loads(rank: Rank, orders: StepOrders) -> None:
+    """Scatters behind all that the calling thread has enqueued by now. A second call in a step finds nothing to do."""
+    loads, orders.load = orders.load, []
+    orders.begun += [(one, rank.scatter(one.transfer_id, one.blocks, one.first, one.stop)) for one in loads]
 
 
 class WorkerSide:
@@ -30,7 +36,6 @@ class WorkerSide:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._invalid: set[int] = set()
-        self._begun: list[tuple[Load, Loading]] = []
 
     def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any, cpu: CpuFormat | None) -> Rank:
         """Reads the layout, sizes landing and staging memory, and opens the rank.
@@ -56,14 +61,16 @@ class WorkerSide:
         return None if self.rank is None else self.rank.card
 
     def preempted(self, orders: StepOrders) -> None:
-        """`handle_preemptions`: before this step overwrites what was preempted, and before vLLM prepares its forward,
-        which takes about as long as a scatter.
+        """`handle_preemptions`: before this step overwrites what was preempted; with model runner V1 also before vLLM
+        prepares its forward, which takes about as long as a scatter.
         """
-        if orders.preempted and self.rank is not None:
+        if self.rank is None:
+            return
+        if orders.preempted:
             preempted, orders.preempted = orders.preempted, []
             self.rank.fence(preempted, orders.step)
         if orders.early:
-            self._begin_loads(orders)
+            begin_loads(self.rank, orders)
 
     def begin(self, orders: StepOrders) -> None:
         """`bind_connector_metadata`: what this step reports, whichever hook asks for it first. Older versions do not
@@ -79,18 +86,13 @@ class WorkerSide:
 
     def load(self, orders: StepOrders) -> None:
         """`start_load_kv`: all scatters are begun, then all are waited for."""
-        self._begin_loads(orders)
-        begun, self._begun = self._begun, []
+        if self.rank is None:
+            return
+        begin_loads(self.rank, orders)
+        begun, orders.begun = orders.begun, []
         for one, loading in begun:
             if not loading.wait():
                 self._invalid.update(block for group in one.blocks for block in group)
-
-    def _begin_loads(self, orders: StepOrders) -> None:
-        """They come behind all that is enqueued by now."""
-        if not orders.load or self.rank is None:
-            return
-        loads, orders.load = orders.load, []  # a second call in this step finds nothing to do
-        self._begun += [(one, self.rank.scatter(one.transfer_id, one.blocks, one.first, one.stop)) for one in loads]
 
     def saved(self, orders: StepOrders) -> None:
         """`wait_for_save`: this step's forward is enqueued."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pushkv.reference import local
+from pushkv.reference import connector_setup, local
 from pushkv.reference.caches import Ranks
-from pushkv.reference.connector_setup import setup_of, sized
+from pushkv.reference.connector_setup import rules_of, setup_of, sized
 from pushkv.reference.metric_names import Meter
 from pushkv.reference.ports import Load, RankCard, StepOrders
 from pushkv.reference.settings import SettingsError
@@ -162,16 +162,27 @@ def test_what_cannot_be_served(more: dict[str, Any], says: str) -> None:
         setup_of(vllm_config(**more), {})
 
 
-def test_chunks_are_refused_where_a_preempted_prompt_may_be_written_over_before_the_connector_hears_of_it() -> None:
-    config = vllm_config(kv_connector_extra_config={"overlap": "chunk"})
-    assert setup_of(config, {}).settings.overlap == "chunk"
-    config.use_v2_model_runner, config.device_config = True, SimpleNamespace(device_type="cuda")
+def test_chunks_are_refused_where_a_preempted_prompt_may_be_written_over_before_the_connector_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Model runner V2 zeroes and copies blocks before its hooks: where there are several kinds of cache."""
+    pytest.importorskip("vllm", reason="cache specifications are vLLM's")
+    from .test_caches import config, full
+
+    def opened(overlap: str, groups: int, *, v2: bool, device: str) -> None:
+        chosen = vllm_config(kv_connector_extra_config={"overlap": overlap})
+        chosen.kv_transfer_config.kv_load_failure_policy = "fail"
+        chosen.use_v2_model_runner, chosen.device_config = v2, SimpleNamespace(device_type=device)
+        caches = config(*(([f"layer {n}"], full()) for n in range(groups)))
+        monkeypatch.setattr(connector_setup, "cpu_format", lambda *arguments: None)
+        rules_of(chosen, caches, setup_of(chosen, {}), object)
+
+    opened("chunk", 1, v2=True, device="cuda")
+    opened("chunk", 2, v2=False, device="cuda")
+    opened("chunk", 2, v2=True, device="cpu")  # it does not run there
+    opened("none", 2, v2=True, device="cuda")
     with pytest.raises(SettingsError, match="VLLM_USE_V2_MODEL_RUNNER=0, or overlap to none"):
-        setup_of(config, {})
-    config.device_config.device_type = "cpu"
-    assert setup_of(config, {}).settings.overlap == "chunk"
-    config.kv_transfer_config.kv_connector_extra_config, config.device_config.device_type = {}, "cuda"
-    assert setup_of(config, {}).settings.overlap == "none"
+        opened("chunk", 2, v2=True, device="cuda")
 
 
 def test_the_local_table_forgets_only_the_one_that_is_meant() -> None:
