@@ -132,7 +132,7 @@ class Office:
         self._landing_bytes = landing_bytes
         self._deliver, self._wake, self._stop = deliver, wake, stop
         self._inbox: deque[object] = deque()
-        self._news: deque[ev.Record] = deque()
+        self.unread: deque[ev.Record] = deque()
         self._handles = Handles()
         self._tables: dict[str, BlockIds] = {}
         self._loaded: dict[str, set[int]] = {}
@@ -189,11 +189,9 @@ class Office:
 
     def news(self) -> Sequence[ev.Record]:
         """What the ledger has told since the last call, in order."""
-        if not self._news:
-            return ()
-        news: list[ev.Record] = []
-        while self._news:
-            news.append(self._news.popleft())
+        unread, news = self.unread, []
+        while unread:
+            news.append(unread.popleft())
         return news
 
     def fits(self, tokens: int, links: int = 1) -> bool:
@@ -260,9 +258,9 @@ class Office:
     def _refuse(self, word: object) -> None:
         """The scheduler speaks of a request that has no key."""
         if isinstance(word, _Arrival):
-            self._news.append(self._handles.refused_arrival(word.transfer_id))
+            self.unread.append(self._handles.refused_arrival(word.transfer_id))
         else:
-            self._news.extend(self._handles.refusals(word))
+            self.unread.extend(self._handles.refusals(word))
 
     def _hosts(self, event: ev.Record, now: float) -> None:
         """An event of the scheduler for the ledger."""
@@ -341,7 +339,7 @@ class Office:
     def _tell(self, action: ev.Record, now: float) -> None:
         if self.trace is not None:
             self.trace.verdict(now, action)
-        self._news.append(self._handles.outward(action))
+        self.unread.append(self._handles.outward(action))
 
     def _all(self, command: object) -> None:
         for rank in range(self.ranks):

@@ -12,7 +12,7 @@ A transfer id is, for an `Office`, vLLM's request id (`handles.py`), and for a `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -109,6 +109,11 @@ class Office(Protocol):
     @property
     def gauges(self) -> Mapping[str, float]:
         """What is so now; names in `metrics.py`."""
+        ...
+
+    @property
+    def unread(self) -> Sized:
+        """Empty when there is no news: always the same object, so that a look at it costs no call."""
         ...
 
     def identify(self, handle: str, identity: Identity, sends: bool) -> None:

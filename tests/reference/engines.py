@@ -104,7 +104,7 @@ class Engine:
         self.handles = Handles()
         self.stopped = False
         self._todo: deque[tuple[str, ev.Record]] = deque()
-        self._news: list[ev.Record] = []
+        self.unread: list[ev.Record] = []
         cluster.engines[name] = self
 
     @property
@@ -134,7 +134,7 @@ class Engine:
     def _say(self, target: str, word: ev.Record) -> None:
         translated = self.handles.inward(word)
         if translated is None:
-            self._news.extend(self.handles.refusals(word))
+            self.unread.extend(self.handles.refusals(word))
         else:
             self._todo.append((target, translated))
 
@@ -153,13 +153,14 @@ class Engine:
         word = ev.Arrived(transfer_id, peer.engine_id, links, tokens, packed, segments)
         translated = self.handles.inward(word)
         if translated is None:
-            self._news.append(self.handles.refused_arrival(transfer_id))
+            self.unread.append(self.handles.refused_arrival(transfer_id))
         else:
             self._todo.append(("ledger", translated))
         return packed
 
     def news(self) -> Sequence[ev.Record]:
-        found, self._news = self._news, []
+        found = list(self.unread)
+        self.unread.clear()
         return found
 
     def stop(self, drain_s: float) -> None:
@@ -243,7 +244,7 @@ class Engine:
         if isinstance(record, ev.Loaded):
             return entry is None or entry.state is not Incoming.READY
         if isinstance(record, ev.Arrived) and entry is not None:
-            self._news.append(ev.Fail(record.transfer_id, "still being settled", True))
+            self.unread.append(ev.Fail(record.transfer_id, "still being settled", True))
             return True
         return False
 
@@ -253,7 +254,7 @@ class Engine:
             if isinstance(action, _NEWS):
                 if isinstance(action, ev.Ready):
                     self.memory[action.transfer_id] = action.memory
-                self._news.append(self.handles.outward(action))
+                self.unread.append(self.handles.outward(action))
             elif isinstance(action, _REPORTS):
                 if isinstance(action, (ev.Sent, ev.Released)):
                     self.over.add(action.transfer_id)

@@ -370,7 +370,7 @@ class Pair:
             assert not one.requests and sorted(one.free) == list(range(1, len(one.free) + 1))
             one.side._hear()
             assert len(one.side.prefill) == len(one.side.decode) == 0
-            assert not one.side.prefill._legs and not one.side.decode._legs
+            assert not one.side.prefill._legs and not one.side.decode.legs
             assert len(one.engine.handles) == 0, one.engine.handles.sizes()
             assert one.engine.ledger.open() == (0, 0)
             assert one.engine.ledger.landing_free == one.engine.endpoint.settings.landing_segments
