@@ -297,7 +297,7 @@ def serve(name: str, pipe: Connection, *engine: Any) -> None:
             made.watch.counting = counting
             pipe.send(made.idle() if what == "idle" else made.batch(*what))
     except BaseException as error:
-        pipe.send(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        pipe.send(RuntimeError(f"{name}: {error!r}"))  # not every error can be sent
         raise
     finally:
         os._exit(0)

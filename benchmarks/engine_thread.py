@@ -33,7 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from bare_engine import BLOCK, DIM, HEADS, Cost, serve
+from bare_engine import BLOCK, DIM, HEADS, ROOM, Cost, serve
 
 KINDS: dict[str, dict[str, Any]] = {
     "vLLM push": {"kv_connector": "NixlPushConnector"},
@@ -186,7 +186,7 @@ def main() -> int:
 
     results = {}
     with tempfile.TemporaryDirectory(prefix="pushkv-config-") as folder:
-        model = make_config(Path(folder), (max(chosen.blocks) + 8) * BLOCK)
+        model = make_config(Path(folder), max(*chosen.blocks, ROOM) * BLOCK + 8 * BLOCK)
         for kind in chosen.kinds:
             begun = time.monotonic()
             results[kind] = measure(

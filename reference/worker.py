@@ -73,13 +73,15 @@ class WorkerSide:
         self._invalid.update(orders.invalid)
 
     def load(self, orders: StepOrders) -> None:
-        """`start_load_kv`: all scatters are begun, then all are waited for."""
+        """`start_load_kv`: all scatters are begun, then all waited for, the last one first: when it is begun, so are
+        the others, and this thread sleeps once.
+        """
         if not orders.load or self.rank is None:
             return
         loads, orders.load = orders.load, []  # a second call in this step finds nothing to do
         rank = self.rank
         begun = [(one, rank.scatter(one.transfer_id, one.blocks, one.first, one.stop)) for one in loads]
-        for one, loading in begun:
+        for one, loading in reversed(begun):
             if not loading.wait():
                 self._invalid.update(block for group in one.blocks for block in group)
 

@@ -79,7 +79,7 @@ def test_all_loads_are_begun_before_any_is_waited_for() -> None:
     orders = StepOrders(load=[Load("r1", "t1", ([1],), 0, 4), Load("r2", "t2", ([2],), 4, 8)])
     worker.load(orders)
     worker.load(orders)  # a second call in the same step
-    assert rank.did == [("scatter", "t1", 0, 4), ("scatter", "t2", 4, 8), ("wait", "t1"), ("wait", "t2")]
+    assert rank.did == [("scatter", "t1", 0, 4), ("scatter", "t2", 4, 8), ("wait", "t2"), ("wait", "t1")]
 
 
 def test_preempted_prefills_are_fenced() -> None:
