@@ -165,6 +165,8 @@ def hooks(results: dict[str, dict[tuple[int, str], Costs]], at_once: int) -> Non
                 parts = sorted(own.items(), key=lambda part: -part[1])
                 told = ", ".join(f"{name} {spent / at_once:.1f}" for name, spent in parts)
                 print(f"{kind}, {size:,} blocks, {side}, {what}: {told}")
+                told = ", ".join(f"{name} {spent:.1f}" for name, spent in empty.by_hook.items())
+                print(f"{kind}, a step in which nothing happens, {side}, {what}: {told}")
 
 
 def _at(ascending: list[float], share: float) -> float:

@@ -104,17 +104,17 @@ class DecodeLegs:
         """How many tokens can be loaded beyond the `computed` ones; None: ask again later. Not for WAITING."""
         state = leg.state
         if state is State.NEW:
-            if self._useful(leg, computed) <= 0:
+            if leg.useful <= computed:
                 self._dismiss(leg)
                 return NOTHING
             self._arrive(leg, computed)
-            return LATER if leg.state is State.WAITING else NOTHING
+            return LATER
         leg.asked_from = computed
         if leg.steps_back:  # there were no blocks for it: older versions look at nobody behind it then
             leg.steps_back = False
             return LATER
         if state is State.READY:
-            useful = self._useful(leg, computed)
+            useful = leg.useful - computed
             if useful <= 0 or computed < leg.base:
                 return NOTHING
             self._hungry[leg.request_id] = leg
@@ -127,7 +127,7 @@ class DecodeLegs:
             self._hungry[leg.request_id] = leg
             return leg.length - computed, True
         if state is State.FAILED and not self._rules.recompute and self._rules.may_fail:
-            some = min(self._rules.block_tokens, self._useful(leg, computed))
+            some = min(self._rules.block_tokens, leg.useful - computed)
             if some <= 0:
                 return NOTHING
             self._hungry[leg.request_id] = leg
@@ -276,10 +276,6 @@ class DecodeLegs:
             self._drop(leg, "gave way")
 
     # ------------------------------------------------------------ one leg
-
-    def _useful(self, leg: Leg, computed: int) -> int:
-        """Tokens that spare work: the last token of the prompt is computed here in any case."""
-        return min(leg.length, leg.prompt - 1) - computed
 
     def _arrive(self, leg: Leg, computed: int) -> None:
         self._unasked.pop(leg.request_id, None)

@@ -127,7 +127,8 @@ class Office:
         self.ledger = Ledger(settings, ranks)
         self.ranks = ranks
         self.trace: Trace | None = None
-        self._path, self._segment_bytes, self._token_bytes = path, segment_bytes, token_bytes
+        self._fixed = None if path == "auto" else path == "packed"
+        self._segment_bytes, self._token_bytes = segment_bytes, token_bytes
         self._packed_costs_less = packed_costs_less
         self._landing_bytes = landing_bytes
         self._deliver, self._wake, self._stop = deliver, wake, stop
@@ -172,15 +173,15 @@ class Office:
         """A request waits for the last ``tokens`` of the ``total`` tokens of ``transfer_id`` from ``peer``."""
         why = "asked for"
         if packed is None:
-            packed, why = self._choose(tokens, max(1, peer.tp_size // self.ranks))
+            packed, why = self._fixed, "by setting"
+            if packed is None:
+                packed, why = self._choose(tokens, max(1, peer.tp_size // self.ranks))
         self._inbox.append(_Arrival(transfer_id, peer, tokens, total, packed, why))
         self._wake()
         return packed
 
     def _choose(self, tokens: int, links: int) -> tuple[bool, str]:
-        """(packed, why): by the setting, then by memory, then by cost."""
-        if self._path != "auto":
-            return self._path == "packed", "by setting"
+        """(packed, why): by memory, then by cost."""
         if not self.fits(tokens, links):
             return False, "larger than the landing memory"
         if not tokens or self._packed_costs_less(tokens):

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from pushkv.model.layout import Layout
 from pushkv.model.protocol import events as ev
 from pushkv.reference.settings import ConnectorSettings
@@ -57,8 +59,7 @@ class RankCard:
     door: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(msgspec.Struct, frozen=True):
     """One request whose landed tokens [first, stop) every rank must scatter into `blocks` before this step's forward.
 
     request_id: vLLM's. The tokens are counted from the prompt's first.
@@ -213,8 +214,8 @@ class Rank(Protocol):
         """
         ...
 
-    def scatter(self, transfer_id: str, block_ids: BlockIds, first: int, stop: int) -> Loading:
-        """Copies landed tokens [first, stop) into `block_ids`, ordered before whatever the caller does after `wait`.
+    def scatter(self, loads: Sequence[Load]) -> Sequence[Loading]:
+        """Begins all `loads` of a step, in order; each is ordered before whatever the caller does after its `wait`.
 
         When the bytes are out of the landing memory, the rank tells the office, which tells the ledger `Loaded` once
         every rank has said so: nobody else tells `Loaded` for a transfer that is scattered.

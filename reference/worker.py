@@ -79,9 +79,8 @@ class WorkerSide:
         if not orders.load or self.rank is None:
             return
         loads, orders.load = orders.load, []  # a second call in this step finds nothing to do
-        rank = self.rank
-        begun = [(one, rank.scatter(one.transfer_id, one.blocks, one.first, one.stop)) for one in loads]
-        for one, loading in reversed(begun):
+        begun = self.rank.scatter(loads)
+        for one, loading in zip(reversed(loads), reversed(begun), strict=True):
             if not loading.wait():
                 self._invalid.update(block for group in one.blocks for block in group)
 

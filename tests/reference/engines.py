@@ -21,7 +21,7 @@ from pushkv.model.protocol.messages import Message, decode, encode
 from pushkv.model.protocol.states import Incoming
 from pushkv.reference.handles import Handles
 from pushkv.reference.identity import Identity
-from pushkv.reference.ports import Address, BlockIds, RankCard
+from pushkv.reference.ports import Address, BlockIds, Load, RankCard
 
 BLOCK = 4
 SEGMENT = 8
@@ -168,15 +168,17 @@ class Engine:
 
     # ------------------------------------------------------------ Rank
 
-    def scatter(self, transfer_id: str, block_ids: BlockIds, first: int, stop: int) -> Engine:
-        content = self.landing[tuple(self.memory[transfer_id])]
-        for token in range(first, stop):
-            self.cache[self._cell(block_ids, token)] = content[token]
-        self.tell(ev.Loaded(transfer_id))
-        return self
+    def scatter(self, loads: Sequence[Load]) -> Sequence[Engine]:
+        for one in loads:
+            content = self.landing[tuple(self.memory[one.transfer_id])]
+            for token in range(one.first, one.stop):
+                self.cache[self._cell(one.blocks, token)] = content[token]
+            self.tell(ev.Loaded(one.transfer_id))
+        return [self for _ in loads]
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         """As `Loading`: it is done."""
+        return True
 
     def enqueued(self, step: int) -> None:
         self.step = step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,9 +37,9 @@ class Rank:
         self.did: list[Any] = []
         self.card = RankCard(0, 8192, 8192, 1)
 
-    def scatter(self, transfer_id: str, block_ids: Any, first: int, stop: int) -> Any:
-        self.did.append(("scatter", transfer_id, first, stop))
-        return SimpleNamespace(wait=lambda: self.did.append(("wait", transfer_id)))
+    def scatter(self, loads: Sequence[Load]) -> Any:
+        self.did += [("scatter", one.transfer_id, one.first, one.stop) for one in loads]
+        return [SimpleNamespace(wait=partial(self.did.append, ("wait", one.transfer_id))) for one in loads]
 
     def fence(self, transfer_ids: Sequence[str], step: int) -> None:
         self.did.append(("fence", step, *transfer_ids))

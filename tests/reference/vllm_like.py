@@ -161,8 +161,8 @@ class VllmLike:
             for slot in range(BLOCK):
                 self.engine.cache.pop((block, slot), None)
         self.lost = []
-        for load in orders.load:
-            self.engine.scatter(load.transfer_id, load.blocks, load.first, load.stop).wait()
+        for loading in self.engine.scatter(orders.load):
+            loading.wait()
         for request_id, new in scheduled.items():
             self._compute(self.requests[request_id], new)
         if orders.chunks:
