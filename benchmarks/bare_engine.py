@@ -6,6 +6,7 @@ goes through a `Stopwatch`. `engine_thread.py` says what is done with it.
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import sys
@@ -17,8 +18,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
-
-import numpy as np
 
 BLOCK = 32
 """Tokens of a block; vLLM's CPU attention takes no less."""
@@ -33,7 +32,7 @@ OTHERS = 4
 """Requests that decode all the time and are none of the connector's business: the engine is busy."""
 ROOM = 512
 """Blocks for each of them."""
-IDLE_STEPS = 200
+IDLE_STEPS = 100
 BEFORE = 5
 """Steps before a batch, so that the thread is as warm as a busy one."""
 
@@ -170,8 +169,6 @@ class Engine:
         self._chunks = kind.get("chunks", 1)
         self.name, self.port, self.step_s = name, port, step_s
         self._next = time.monotonic()
-        self._matrix = np.ones((96, 96), np.float32)
-        self._product = np.empty_like(self._matrix)
         self._keep_busy()
 
     def batch(self, first: int, count: int, blocks: int) -> Cost:
@@ -223,7 +220,7 @@ class Engine:
         return sorted(found, key=lambda cost: cost.sum)[len(found) // 2]
 
     def step(self) -> None:
-        """One pass, at its time; until then this thread computes, and lets other threads run."""
+        """One pass, at its time; until then this thread is awake, and lets other threads run."""
         while time.monotonic() < self._next:
             time.sleep(0)
         self._next = time.monotonic() + self.step_s
@@ -292,6 +289,8 @@ def serve(name: str, pipe: Connection, *engine: Any) -> None:
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(engine[1])
         made = Engine(name, *engine)
+        gc.collect()
+        gc.freeze()  # as vLLM's engine does
         pipe.send("ready")
         while True:
             said = pipe.recv()

@@ -176,9 +176,9 @@ def _at(ascending: list[float], share: float) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, nargs="+", default=[1000, 10000])
-    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--at-once", type=int, default=8, help="requests of a batch")
-    parser.add_argument("--step-ms", type=float, default=5.0, help="from one step to the next")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="from one step to the next")
     parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=list(KINDS))
     parser.add_argument("--hooks", action="store_true", help="say what each hook cost in the median batch")
     chosen = parser.parse_args()

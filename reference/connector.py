@@ -36,6 +36,7 @@ from pushkv.reference.scheduler import SchedulerSide
 from pushkv.reference.worker import WorkerSide
 
 NAME = "PushConnector"
+COMPLETE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 LINGER_S = 2.0
 """An engine that has nothing to do goes on stepping for so long at the most, until what has ended is in the metrics:
 they leave with a step's output.
@@ -125,7 +126,7 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if not request.kv_transfer_params:
             return False, None
-        complete = request.status.name in ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+        complete = request.status._name_ in COMPLETE  # `name` is a property, in Python
         return self._side().finished(request, block_ids, complete)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:

@@ -68,8 +68,8 @@ class PrefillLegs:
 
     @property
     def open(self) -> bool:
-        """Whether a step can matter to any of them."""
-        return bool(self._queued or self._sending or self._gave_way)
+        """Whether it matters to any of them what a step computes."""
+        return bool(self._queued or self._gave_way)
 
     def knows(self, request_id: str) -> bool:
         """Whether the request was added, as a leg or not."""
