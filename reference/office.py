@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -133,7 +133,7 @@ class Office:
         self._landing_bytes = landing_bytes
         self._deliver, self._wake, self._stop = deliver, wake, stop
         self._inbox: deque[object] = deque()
-        self.unread: deque[ev.Record] = deque()
+        self.news: deque[ev.Record] = deque()
         self._handles = Handles()
         self._tables: dict[str, BlockIds] = {}
         self._loaded: dict[str, set[int]] = {}
@@ -187,13 +187,6 @@ class Office:
         if not tokens or self._packed_costs_less(tokens):
             return True, "costs less"
         return False, "costs less"
-
-    def news(self) -> Sequence[ev.Record]:
-        """What the ledger has told since the last call, in order."""
-        unread, news = self.unread, []
-        while unread:
-            news.append(unread.popleft())
-        return news
 
     def fits(self, tokens: int, links: int = 1) -> bool:
         """Whether a packed transfer of ``tokens`` tokens can ever be granted landing memory."""
@@ -259,9 +252,9 @@ class Office:
     def _refuse(self, word: object) -> None:
         """The scheduler speaks of a request that has no key."""
         if isinstance(word, _Arrival):
-            self.unread.append(self._handles.refused_arrival(word.transfer_id))
+            self.news.append(self._handles.refused_arrival(word.transfer_id))
         else:
-            self.unread.extend(self._handles.refusals(word))
+            self.news.extend(self._handles.refusals(word))
 
     def _hosts(self, event: ev.Record, now: float) -> None:
         """An event of the scheduler for the ledger."""
@@ -340,7 +333,7 @@ class Office:
     def _tell(self, action: ev.Record, now: float) -> None:
         if self.trace is not None:
             self.trace.verdict(now, action)
-        self.unread.append(self._handles.outward(action))
+        self.news.append(self._handles.outward(action))
 
     def _all(self, command: object) -> None:
         for rank in range(self.ranks):

@@ -12,8 +12,9 @@ A transfer id is, for an `Office`, vLLM's request id (`handles.py`), and for a `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -72,8 +73,7 @@ class Load(msgspec.Struct, frozen=True):
     stop: int
 
 
-@dataclass(slots=True)
-class StepOrders:
+class StepOrders(msgspec.Struct):
     """What every worker does and reports in one step; the scheduler side has decided all of it.
 
     sent, received: requests whose blocks vLLM may free or use. failed: requests whose load failed; they are in
@@ -82,12 +82,12 @@ class StepOrders:
     step. chunks: it computes what is sent chunk by chunk, so that the ranks must hear when it is enqueued.
     """
 
-    load: list[Load] = field(default_factory=list)
-    sent: list[str] = field(default_factory=list)
-    received: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    invalid: list[int] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
+    load: list[Load] = []
+    sent: list[str] = []
+    received: list[str] = []
+    failed: list[str] = []
+    invalid: list[int] = []
+    preempted: list[str] = []
     step: int = 0
     chunks: bool = False
 
@@ -113,8 +113,11 @@ class Office(Protocol):
         ...
 
     @property
-    def unread(self) -> Sized:
-        """Empty when there is no news: always the same object, so that a look at it costs no call."""
+    def news(self) -> deque[ev.Record]:
+        """What has happened: `Admit`, `Ready`, `Fail`, `Free`, `TakeBack`, `Finished`, `Release`. The engine's thread
+        takes them from the left. Always the same object: vLLM asks thousands of times a second, and a look at an empty
+        queue costs no call.
+        """
         ...
 
     def identify(self, handle: str, identity: Identity, sends: bool) -> None:
@@ -163,13 +166,6 @@ class Office(Protocol):
         packed: None lets the office choose by its settings and the size; returns what it chose. tokens 0 only tells
         the peer that nothing is needed. If the books still hold an earlier transfer of this id (not settled yet), the
         news is `Fail(transfer_id, reason, settled=True)`: nothing raises.
-        """
-        ...
-
-    def news(self) -> Sequence[ev.Record]:
-        """What happened since the last call: `Admit`, `Ready`, `Fail`, `Free`, `TakeBack`, `Finished`, `Release`.
-
-        The cost of an empty answer is a look at a queue: vLLM asks thousands of times a second.
         """
         ...
 

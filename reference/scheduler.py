@@ -27,7 +27,7 @@ class SchedulerSide:
 
     def __init__(self, office: Office, rules: Rules) -> None:
         self._office = office
-        self._unread = office.unread
+        self._news = office.news
         self._rules = rules
         self.counters: dict[str, float] = {}
         self.prefill = PrefillLegs(office, rules, self.counters)
@@ -48,7 +48,7 @@ class SchedulerSide:
 
     def matched_tokens(self, request: RequestLike, computed: int) -> Answer:
         """`get_num_new_matched_tokens`. Asked in every pass for every request that waits: the usual answer first."""
-        if self._unread:
+        if self._news:
             self._hear()
         leg = self._legs.get(request.request_id)
         if leg is None:
@@ -75,7 +75,7 @@ class SchedulerSide:
         since the last one. output: vLLM's `SchedulerOutput`: the chunks of prefills are read from it, and block lists
         that vLLM has made already.
         """
-        if self._unread:
+        if self._news:
             self._hear()
         self._step += 1
         prefill, decode = self.prefill, self.decode
@@ -130,7 +130,9 @@ class SchedulerSide:
         return counters, {**self._office.gauges, **gauges}
 
     def _hear(self) -> None:
-        for news in self._office.news():
+        queue = self._news
+        while queue:
+            news = queue.popleft()
             hear = self._ears.get(type(news))
             if hear is not None:
                 hear(news)

@@ -104,7 +104,7 @@ class Engine:
         self.handles = Handles()
         self.stopped = False
         self._todo: deque[tuple[str, ev.Record]] = deque()
-        self.unread: list[ev.Record] = []
+        self.news: deque[ev.Record] = deque()
         cluster.engines[name] = self
 
     @property
@@ -134,7 +134,7 @@ class Engine:
     def _say(self, target: str, word: ev.Record) -> None:
         translated = self.handles.inward(word)
         if translated is None:
-            self.unread.extend(self.handles.refusals(word))
+            self.news.extend(self.handles.refusals(word))
         else:
             self._todo.append((target, translated))
 
@@ -153,15 +153,10 @@ class Engine:
         word = ev.Arrived(transfer_id, peer.engine_id, links, tokens, packed, segments)
         translated = self.handles.inward(word)
         if translated is None:
-            self.unread.append(self.handles.refused_arrival(transfer_id))
+            self.news.append(self.handles.refused_arrival(transfer_id))
         else:
             self._todo.append(("ledger", translated))
         return packed
-
-    def news(self) -> Sequence[ev.Record]:
-        found = list(self.unread)
-        self.unread.clear()
-        return found
 
     def stop(self, drain_s: float) -> None:
         self.stopped = True
@@ -246,7 +241,7 @@ class Engine:
         if isinstance(record, ev.Loaded):
             return entry is None or entry.state is not Incoming.READY
         if isinstance(record, ev.Arrived) and entry is not None:
-            self.unread.append(ev.Fail(record.transfer_id, "still being settled", True))
+            self.news.append(ev.Fail(record.transfer_id, "still being settled", True))
             return True
         return False
 
@@ -256,7 +251,7 @@ class Engine:
             if isinstance(action, _NEWS):
                 if isinstance(action, ev.Ready):
                     self.memory[action.transfer_id] = action.memory
-                self.unread.append(self.handles.outward(action))
+                self.news.append(self.handles.outward(action))
             elif isinstance(action, _REPORTS):
                 if isinstance(action, (ev.Sent, ev.Released)):
                     self.over.add(action.transfer_id)

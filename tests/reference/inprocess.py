@@ -198,7 +198,8 @@ class Engine:
         """The next news of this kind (``Fail``, too, ends the waiting) about ``transfer_id``."""
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
-            self._news += self.office.news()
+            while self.office.news:
+                self._news.append(self.office.news.popleft())
             for news in self._news:
                 if isinstance(news, (kind, ev.Fail)) and news.transfer_id == transfer_id:  # type: ignore[attr-defined]
                     self._news.remove(news)
