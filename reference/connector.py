@@ -31,11 +31,12 @@ from pushkv.reference.connector_setup import (
 )
 from pushkv.reference.metric_names import Meter
 from pushkv.reference.metrics import PushPromMetrics, PushStats
-from pushkv.reference.ports import RankCard, StepOrders
+from pushkv.reference.ports import IDLE, RankCard, StepOrders
 from pushkv.reference.scheduler import SchedulerSide
 from pushkv.reference.worker import WorkerSide, begin_loads
 
 NAME = "PushConnector"
+COMPLETE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 LINGER_S = 2.0
 """An engine that has nothing to do goes on stepping for so long at the most, until what has ended is in the metrics:
 they leave with a step's output.
@@ -49,6 +50,10 @@ class PushMetadata(KVConnectorMetadata):
 
     def __init__(self, orders: StepOrders) -> None:
         self.orders = orders
+
+
+QUIET = PushMetadata(IDLE)
+"""Of every step in which there is nothing to do: most of them."""
 
 
 class PushHandshake(KVConnectorHandshakeMetadata):
@@ -99,19 +104,22 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def on_new_request(self, request: Any) -> None:
-        self._side().on_new_request(request)
+        (self._scheduler or self._side()).on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._side().matched_tokens(request, num_computed_tokens)
+        return (self._scheduler or self._side()).matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._side().allocated(request, blocks, num_external_tokens)
+        (self._scheduler or self._side()).allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         preempted = getattr(scheduler_output, "preempted_req_ids", None)
-        if scheduler_output.num_scheduled_tokens:
+        scheduled = scheduler_output.num_scheduled_tokens
+        if scheduled:
             self._busy_at = time.monotonic()
-        orders = self._side().step(scheduler_output.num_scheduled_tokens, preempted, scheduler_output)
+        orders = (self._scheduler or self._side()).step(scheduled, preempted, scheduler_output)
+        if orders is IDLE:
+            return QUIET
         if orders.early and not orders.preempted and self._alone is not None:  # this thread runs the step too
             begin_loads(self._alone, orders)
         return PushMetadata(orders)
@@ -122,7 +130,9 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        complete = request.status.name in ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+        if not request.kv_transfer_params:
+            return False, None
+        complete = request.status._name_ in COMPLETE  # `name` is a property, in Python
         return self._side().finished(request, block_ids, complete)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
@@ -176,16 +186,18 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         return None if card is None else PushHandshake(card)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        if kv_connector_metadata is QUIET:
+            return
         if self._worker is not None and isinstance(kv_connector_metadata, PushMetadata):
             self._worker.preempted(kv_connector_metadata.orders)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None:
+        if connector_metadata is not QUIET and self._worker is not None:
             self._worker.begin(self._orders())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self._worker is not None:
+        if self._connector_metadata is not QUIET and self._worker is not None:
             self._worker.load(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -195,7 +207,7 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         return
 
     def wait_for_save(self) -> None:
-        if self._worker is not None:
+        if self._connector_metadata is not QUIET and self._worker is not None:
             self._worker.saved(self._orders())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

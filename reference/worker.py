@@ -20,7 +20,8 @@ from pushkv.reference.ports import EngineSetup, OpenRank, Rank, RankCard, StepOr
 def begin_loads(rank: Rank, orders: StepOrders) -> None:
     """Scatters behind all that the calling thread has enqueued by now. A second call in a step finds nothing to do."""
     loads, orders.load = orders.load, []
-    orders.begun += [(one, rank.scatter(one.transfer_id, one.blocks, one.first, one.stop)) for one in loads]
+    if loads:
+        orders.begun += zip(loads, rank.scatter(loads), strict=True)
 
 
 class WorkerSide:
@@ -85,12 +86,14 @@ class WorkerSide:
         self._invalid.update(orders.invalid)
 
     def load(self, orders: StepOrders) -> None:
-        """`start_load_kv`: all scatters are begun, then all are waited for."""
-        if self.rank is None:
+        """`start_load_kv`: all scatters are begun, then all waited for, the last one first: when it is begun, so are
+        the others, and this thread sleeps once.
+        """
+        if not (orders.load or orders.begun) or self.rank is None:
             return
         begin_loads(self.rank, orders)
         begun, orders.begun = orders.begun, []
-        for one, loading in begun:
+        for one, loading in reversed(begun):
             if not loading.wait():
                 self._invalid.update(block for group in one.blocks for block in group)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,9 +37,9 @@ class Rank:
         self.did: list[Any] = []
         self.card = RankCard(0, 8192, 8192, 1)
 
-    def scatter(self, transfer_id: str, block_ids: Any, first: int, stop: int) -> Any:
-        self.did.append(("scatter", transfer_id, first, stop))
-        return SimpleNamespace(wait=lambda: self.did.append(("wait", transfer_id)))
+    def scatter(self, loads: Sequence[Load]) -> Any:
+        self.did += [("scatter", one.transfer_id, one.first, one.stop) for one in loads]
+        return [SimpleNamespace(wait=partial(self.did.append, ("wait", one.transfer_id))) for one in loads]
 
     def fence(self, transfer_ids: Sequence[str], step: int) -> None:
         self.did.append(("fence", step, *transfer_ids))
@@ -79,7 +80,7 @@ def test_all_loads_are_begun_before_any_is_waited_for() -> None:
     orders = StepOrders(load=[Load("r1", "t1", ([1],), 0, 4), Load("r2", "t2", ([2],), 4, 8)])
     worker.load(orders)
     worker.load(orders)  # a second call in the same step
-    assert rank.did == [("scatter", "t1", 0, 4), ("scatter", "t2", 4, 8), ("wait", "t1"), ("wait", "t2")]
+    assert rank.did == [("scatter", "t1", 0, 4), ("scatter", "t2", 4, 8), ("wait", "t2"), ("wait", "t1")]
 
 
 def test_a_load_is_begun_behind_the_fence_and_before_the_forward_is_prepared() -> None:
