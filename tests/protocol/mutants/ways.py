@@ -26,7 +26,7 @@ def landed_ranks_are_asked_again(patch: Patch) -> None:
     patch.setattr(Ledger, "_resume", lambda self, entry, out: self._requeue(entry, out))
 
 
-@mutant(replace(CALM, modes=("late", "packed"), blocks=7, requests=6.0, preempts=3.0), "V1 I5")
+@mutant(replace(CALM, modes=("late", "packed"), blocks=7, requests=6.0, preempts=3.0, crowded=0.0), "V1 I5")
 def giving_way_is_a_failure(patch: Patch) -> None:
     """F17: the yielding transfer is not registered anew."""
 
@@ -118,7 +118,7 @@ def registration_comes_after_the_prefill(patch: Patch) -> None:
     wrap(patch, Sender, "on_register", make)
 
 
-@mutant(replace(CALM, modes=("late", "packed"), blocks=7, requests=6.0, preempts=3.0), "V1 I5")
+@mutant(replace(CALM, modes=("late", "packed"), blocks=7, requests=6.0, preempts=3.0, crowded=0.0), "V1 I5")
 def nobody_gives_way(patch: Patch) -> None:
     """F17: two engines wait for each other's memory."""
     patch.setattr(Ledger, "_make_way", lambda self, heir, out, peer="": None)
