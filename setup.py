@@ -20,6 +20,10 @@ COMPILED = {
         "baselines blocks clock connector costs engine fabric host metrics network pushkv request scheduler ticks"
         " transfers world"
     ),
+    "sim/explore": (
+        "books bounds canon causes deeds exhaustive fabric ghost host legs local moves network plan process profiles rank"
+        " rows scheduling scope world"
+    ),
 }
 """What a simulated request passes through. Messages and events are msgspec's, which are C already."""
 
