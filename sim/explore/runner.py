@@ -72,6 +72,8 @@ def portion(seeds: range, turns: Sequence[tuple[str, str]], transfers: int, unti
             start = end
             if result.violation:
                 broken.append(replace(case, violation=result.violation))
+            del result
+            gc.collect(0)
         if broken and until_failure:
             break
     return played, tallies, broken
