@@ -96,6 +96,8 @@ class Endpoint:
             handler(event, now, out)
         if now >= self.alarm.at:
             self._ring(now, out)
+        if self.receiver.wanted:
+            self._register_again(now, out)
         if self._dropped:
             out.extend(self._dropped)
             self._dropped.clear()
@@ -237,6 +239,13 @@ class Endpoint:
         for link in e.links:
             self._want(self._peer(link), now, out)
 
+    def _register_again(self, now: float, out: Out) -> None:
+        wanted, self.receiver.wanted = self.receiver.wanted, []
+        for link in wanted:
+            if self.receiver.waits(link):
+                self._want(self._peer(link), now, out)
+                self.receiver.register(link, now, out)
+
     def _greet(self, e: ev.Greet, now: float, out: Out) -> None:
         self._want(self._peer(e.link), now, out)
 
@@ -251,7 +260,6 @@ class Endpoint:
         peer = self.peers.get(e.link)
         if peer is not None and peer.unfit(e, out):
             self.receiver.link_refused(e.link, e.reason, out)
-            self._rearm(peer)
 
     def _process_gone(self, e: ev.ProcessGone, now: float, out: Out) -> None:
         peer = self.peers.get(e.link)
