@@ -146,7 +146,7 @@ class Endpoint:
     def _introduced(self, link: ev.Link, peer: Peer | None, message: msg.Message, now: float, out: Out) -> None:
         """Greetings, and words that are not between two who know each other: those are not heard, but lead to one."""
         if isinstance(message, msg.Hello):
-            self._greetings(peer or self._peer(link), message, now, out)
+            self._greetings(self._peer(link), message, now, out)
             return
         if isinstance(message, msg.Welcome):
             if peer is not None:

@@ -165,8 +165,8 @@ class Registrations:
         if self._transfers.get(transfer.transfer_id) is transfer:
             del self._transfers[transfer.transfer_id]
             self.deadlines.disarm(transfer)
-            if transfer.open == 0:
-                transfer.shards = []  # they name each other: so that they are freed at once
+        if transfer.open == 0:
+            transfer.shards = []  # they name each other: so that they are freed at once
 
     def _open(self, link: ev.Link, attempt: int) -> Shard | None:
         state = self._links.get(link)

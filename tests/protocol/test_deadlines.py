@@ -74,6 +74,27 @@ def test_the_same_time_again_and_again_is_one_entry() -> None:
     assert [deadlines.pop_due(3.0) for _ in range(3)] == [record, other, None]
 
 
+def test_arming_looks_at_no_other_record() -> None:
+    """But when it clears out, and there is enough to clear."""
+    looks = 0
+
+    class Watched(Record):
+        @property
+        def due(self) -> float:
+            nonlocal looks
+            looks += 1
+            return self._due
+
+        @due.setter
+        def due(self, at: float) -> None:
+            self._due = at
+
+    deadlines, count = Deadlines[Watched](), 300
+    for number in range(count):
+        deadlines.arm(Watched(number), float(number))
+    assert looks <= 2 * count
+
+
 def test_what_is_armed_already_adds_nothing() -> None:
     deadlines, record = Deadlines[Record](), Record(0)
     for _ in range(3):

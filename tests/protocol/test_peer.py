@@ -208,6 +208,13 @@ def test_a_refusal_does_not_outlive_the_refused() -> None:
         assert said(made, ev.Connected(LINK, 9), now=2.0) == [msg.Welcome(ME, 9, 4)]
 
 
+def test_a_refusal_is_as_long_as_a_message_may_be() -> None:
+    made = Endpoint(ME, SETTINGS)
+    made.step([heard(msg.Hello(YOU, 0, 1))], 0.0, [])
+    (told,) = said(made, ev.Unfit(LINK, YOU, "x" * 10_000))
+    assert msg.decode(msg.encode(told)).refusal == "x" * 4096
+
+
 def test_a_floor_only_rises() -> None:
     """E4: an old greeting that comes late does not lower it."""
     made = endpoint()
@@ -350,7 +357,7 @@ def test_the_idle_link_that_was_heard_least_recently_is_forgotten() -> None:
 def test_a_greeting_is_the_last_that_was_heard() -> None:
     """Of whoever is not connected yet: a link that was quiet for longer is forgotten before it."""
     made = endpoint(LINK, links=2)
-    made.step([], BEAT_S, [])
+    made.step([heard(NOTHING)], BEAT_S, [])
     made.step([heard(msg.Hello(YOU, 0, 1), OTHER)], 5.0, [])
     assert said(made, ev.Greet(("F", 0)), now=6.0) == [msg.Hello(ME, 0, 1), ev.Disconnect(LINK, YOU)]
     assert list(made.peers) == [OTHER, ("F", 0)]

@@ -371,6 +371,44 @@ def test_what_is_wanted_of_the_successor_of_a_silent_process_waits_for_it() -> N
     assert made.receiver.waits(LINK)
 
 
+def test_what_was_registered_after_the_last_word_is_for_the_successor() -> None:
+    """E2: the dead may never have heard of it. At the same moment it may have."""
+    for later, told in ((0.5, []), (0.0, []), (-0.5, [ev.Broken("t", "peer gone"), msg.Cancel(ME, YOU, 1, "t")])):
+        made = endpoint()
+        for at, event in sorted(
+            [(3.0, heard(msg.Beat(YOU, ME, 0, 0, 0, 1))), (3.0 + later, WANTED)], key=lambda e: e[0]
+        ):
+            made.step([event], at, [])
+        assert said(made, ev.ProcessGone(LINK, YOU), now=3.6) == told
+        assert made.receiver.sizes()["live"] == 1
+
+
+def test_what_was_forgotten_counts_from_its_new_registration() -> None:
+    """E2: the sender had lost the first one, and has not been heard since the second."""
+    made = endpoint()
+    made.step([WANTED], 0.1, [])
+    made.step([failed(msg.FORGOTTEN)], 0.5, [])
+    assert said(made, heard(msg.Welcome(YOU, ME, 1, 6)), now=0.6) == [
+        msg.Register(ME, YOU, 7, "t", 4, 1, False, 7, (1,))
+    ]
+    assert said(made, ev.ProcessGone(LINK, YOU), now=0.7) == []
+
+
+def test_what_goes_on_after_giving_way_was_known_to_the_dead() -> None:
+    """E2: its first registration was heard, so its successor cannot have any of it."""
+    made = endpoint(LINK, OTHER)
+    made.step([ev.Expect("t", (LINK, OTHER), 4, False, 1, (1,)), ev.Withdraw("t", GAVE_WAY, True)], 0.1, [])
+    made.step([heard(msg.Cancelled(YOU, ME, 1), OTHER)], 0.2, [])
+    made.step([written(0, 4, True)], 0.3, [])
+    assert said(made, ev.ProcessGone(OTHER, YOU), now=0.4)[0] == ev.Broken("t", "peer gone")
+
+
+def test_what_waits_for_a_link_counts_as_open() -> None:
+    made = endpoint()
+    made.step([WANTED, ev.Expect("u", (OTHER,), 4, False), ev.Expect("v", (OTHER,), 4, False)], 0.0, [])
+    assert made.receiver.sizes() == {"transfers": 3, "live": 3, "armed": 3, "deadlines": 3}
+
+
 def test_what_was_to_give_way_to_the_dead_is_over() -> None:
     """It was registered after the last word of that process, but its successor is not asked for it."""
     made = expecting()

@@ -338,6 +338,8 @@ def test_nobody_gives_way_where_nothing_is_gained() -> None:
     assert said(made, ev.GiveWay()) == [msg.Failed(ME, YOU, 3, GAVE_WAY)]
     assert said(made, ev.GiveWay()) == []
     assert made.sender.counters == {"gave_way": 1}
+    nothing = heard(msg.Register(YOU, ME, 6, "nothing", 0, 1, False, 1, ()))
+    assert said(made, nothing, ev.GiveWay()) == []
     made = endpoint()
     made.step([ev.Begin("ready", 4), register(1, "ready"), ev.Computed("ready", 4, True)], 0.0, [])
     made.step([ev.Begin("young", 4), register(2, "young")], 0.0, [])
@@ -548,6 +550,18 @@ def test_what_was_replaced_does_not_hide_what_replaced_it() -> None:
     assert made.sender.claim(1, 0.0)
     assert ev.Sent("u", True, "") in said(made, ev.WriteDone(1))
     assert made.sender.sizes()["armed"] == 0
+
+
+def test_a_reason_is_as_long_as_a_message_may_be() -> None:
+    """Of what is open, and of what comes after the end."""
+    made, reason = endpoint(("D", 0), ("D", 1)), "x" * 1000
+    made.step([heard(msg.Register(YOU, ME, 1, "t", 4, 2, False, 1), ("D", 0))], 0.0, [])
+    told = (
+        said(made, ev.Abort("t", reason))[0],
+        said(made, heard(msg.Register(YOU, ME, 1, "t", 4, 2, False, 1), ("D", 1)))[0],
+    )
+    for failed in told:
+        assert msg.decode(msg.encode(failed)).reason == reason[:64]
 
 
 def test_so_many_ends_are_remembered() -> None:
