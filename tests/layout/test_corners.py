@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pushkv.model.layout import Layout, LayoutError, Part, block_table, dense_layout, pair, plan
+from pushkv.model.layout import Layout, LayoutError, Part, block_table, dense_layout, pair, plan, scatter_ahead
 
 from .oracle import Model, Store
 from .scenarios import CASE, check
@@ -37,6 +37,14 @@ def test_a_scatter_may_be_planned_ahead(store: Store) -> None:
     """One token a block, several kernel blocks in one, and where the tokens of a block lie far apart it is refused."""
     check(replace(CASE, dst_stores=(store,), dst_first=0))
     check(replace(CASE, dst_stores=(store,), dst_first=0, part=Part.whole(21, 21)))
+
+
+def test_a_pool_of_one_block_whose_tokens_lie_apart_is_not_planned_ahead() -> None:
+    """Also where its one block is as far as its tokens are."""
+    size = {"num_blocks": 1, "block_tokens": 4, "kv_heads": 1, "head_dim": 8}
+    (shard,) = pair([dense_layout("P", "BNH", ["a"], **size)], [dense_layout("D", "NBH", ["a"], **size)])  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="planned when they are known"):
+        scatter_ahead(shard, Part.whole(0, 4))
 
 
 def _at(name: str, offsets: tuple[int, ...]) -> Layout:
