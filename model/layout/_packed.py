@@ -142,7 +142,7 @@ def _tiles(shard: Shard, part: Part) -> Iterator[tuple[Bundle, _Tiles]]:
             size *= bundle.dims[axis].extent
         origins = len(side.base)
         # With tokens outermost in a block, their distance does not depend on the block: the whole range is one tile.
-        whole = bundle.kind is GroupKind.STATE or inside[0] == token
+        whole = inside[0] == token
         for first, last, tile in [(start, stop, stop - start)] if whole else _stretches(start, stop, side.block_tokens):
             step = bundle.row_bytes
             for axis in reversed(inside):

@@ -104,6 +104,8 @@ def test_windows_and_states_must_agree() -> None:
 def test_ranks_and_heads_must_be_complete() -> None:
     with pytest.raises(PairingError, match="without ranks"):
         pair([], _engine("D"))
+    with pytest.raises(PairingError, match="without ranks"):
+        pair(_engine("P"), [])
     with pytest.raises(PairingError, match="nobody on P holds head 2 of layer 'a' 'k'"):
         pair(_engine("P", 2)[:1], _engine("D"))
     with pytest.raises(PairingError, match="two layouts for one rank"):

@@ -36,11 +36,13 @@ def test_axes_must_make_sense(axes: str) -> None:
     [
         ({"group": 1}, "group 1 or region 0 does not exist"),
         ({"region": -1}, "group 0 or region -1 does not exist"),
+        ({"region": 1}, "group 0 or region 1 does not exist"),
         ({"offset_bytes": -2}, "not negative"),
         ({"offset_bytes": 18}, "ends at byte 20482 of region 0, which has 20480"),
         ({"head_start": 4}, "heads 4 to 4 of 4"),
         ({"head_stop": 5}, "heads 0 to 5 of 4"),
         ({"kv_heads": 1 << 40}, "heads 0 to 4 of"),
+        ({"kv_heads": (1 << 16) + 1}, "heads 0 to 4 of"),
         ({"element_bytes": 0}, "must be positive"),
         ({"token_stride": 8}, "overlaps itself, a stride of 8 bytes"),
         ({"block_stride": 2048 - 32}, "overlaps itself"),
@@ -86,6 +88,12 @@ def test_a_region_may_be_empty_or_as_large_as_can_be() -> None:
             replace(layout, regions=(*layout.regions, size))
 
 
+def test_a_model_may_have_so_many_heads() -> None:
+    layout = _cache(layers=["a"])
+    many = tuple(replace(view, kv_heads=1 << 16) for view in layout.views)
+    assert replace(layout, views=many).views == many
+
+
 def test_a_pool_may_have_one_block() -> None:
     assert _cache(num_blocks=1).groups[0].num_blocks == 1
     assert _cache(block_tokens=1).groups[0].block_tokens == 1
@@ -116,6 +124,7 @@ def test_impossible_groups_and_regions_are_refused() -> None:
     layout = _cache()
     for bad in (
         replace(layout.groups[0], num_blocks=0),
+        replace(layout.groups[0], block_tokens=0),
         replace(layout.groups[0], window_tokens=5),
         replace(layout.groups[0], kind=GroupKind.WINDOW),
     ):
