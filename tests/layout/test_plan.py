@@ -198,13 +198,16 @@ def test_as_many_spans_as_the_limit_are_made() -> None:
 @pytest.mark.parametrize("first", [0, 16, 24, 40])
 @pytest.mark.parametrize("axes", ["interleaved", "nhd_apart", "BNHT"])
 def test_the_worst_case_is_counted_exactly(axes: str, first: int) -> None:
-    """Wherever D's list begins, when no two blocks are neighbours."""
+    """Wherever the lists begin, when no two blocks are neighbours."""
     shard = _one(_cache("P", "interleaved"), _cache("D", axes, block_tokens=24, num_blocks=90))
     part = Part.whole(40, 150)
-    src, dst = block_table(range(0, 40, 2)), block_table(range(0, 20, 2), first)
-    assert plan(shard, [src], [dst], part).count == count_spans(shard, part, dst_first_token=first)
+    dst = block_table(range(0, 20, 2), first)
+    for held in (0, 5):
+        src = block_table(range(0, 40, 2), held)
+        counted = count_spans(shard, part, src_first_token=held, dst_first_token=first)
+        assert plan(shard, [src], [dst], part).count == counted
     if first == part.first:
-        assert count_spans(shard, part) == count_spans(shard, part, dst_first_token=first)
+        assert count_spans(shard, part, src_first_token=held) == counted
 
 
 def test_tokens_before_a_table_are_refused() -> None:
@@ -302,7 +305,7 @@ def test_a_state_has_one_block() -> None:
     shard = _one(*layouts)
     assert shard.state_bytes == 300 and shard.token_bytes == 0
     part = Part.whole(16, 90)
-    assert count_spans(shard, part) == count_spans(shard, part, dst_first_token=7) == 1
+    assert count_spans(shard, part) == count_spans(shard, part, src_first_token=5, dst_first_token=7) == 1
     assert _rows(plan(shard, [block_table([4])], [block_table([8])], part).spans()) == [(0, 1200, 0, 2400, 300)]
     with pytest.raises(BlockError, match="a state has one block, 2 listed"):
         plan(shard, [block_table([4, 5])], [block_table([8])], part)
