@@ -138,8 +138,8 @@ def versions() -> dict[str, str]:
 
 
 def sources() -> str:
-    """A hash of what a seed's run depends on: the sources of the protocol and of the explorer. A compiled build has them
-    beside its modules.
+    """A hash of what a seed's run depends on: the sources of the protocol and of the explorer. A compiled build has
+    them beside its modules.
     """
     digest = sha256()
     for package in (protocol, explore):
