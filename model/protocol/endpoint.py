@@ -59,6 +59,7 @@ class Endpoint:
             ev.Unfit: self._unfit,
             ev.ProcessGone: self._process_gone,
             ev.Packed: sender.packed,
+            ev.Unpacked: sender.unpacked,
             ev.WriteDone: sender.write_done,
             ev.WriteBroken: sender.write_broken,
             ev.WriteQuiet: sender.write_quiet,

@@ -84,6 +84,13 @@ class Sender(Shards):
         shard = write.shard
         return shard.attempt, write.part, shard.outgoing.tokens - shard.tokens
 
+    def lost(self, handle: int) -> bool:
+        """Whether the tokens of a part that is to be packed are not in the cache any more: the host asks after a step
+        that took a ``Preempted``, and answers ``Unpacked`` where its gather has not begun.
+        """
+        write = self._writes.get(handle)
+        return write is not None and write.stop > write.shard.outgoing.computed
+
     # ------------------------------------------------------------ links
 
     def link_up(self, link: ev.Link, incarnation: int) -> None:
@@ -289,11 +296,13 @@ class Sender(Shards):
             self._pump(shard, out)
 
     def preempted(self, e: ev.Preempted, now: float, out: Out) -> None:
-        """The engine took the cache back; parts already packed or landed stay."""
+        """The engine took the cache back; parts already packed or landed stay, as do gathers that have begun. Those
+        that have not are ``lost``, also of what has ended.
+        """
         outgoing = self._transfers.get(e.transfer_id)
-        if outgoing is None or outgoing.ended or not outgoing.begun:
+        if outgoing is None:
             return
-        if outgoing.final:
+        if outgoing.final and not outgoing.ended:
             raise LocalProtocolError(f"{e.transfer_id} is finished: it is held, not preempted")
         outgoing.computed = 0
         outgoing.started = False  # it queues again: until it runs it asks for no memory over there
@@ -318,6 +327,18 @@ class Sender(Shards):
             self._post(write, out)
         else:
             self._drop(write)
+        self._settle(shard.outgoing, out)
+
+    def unpacked(self, e: ev.Unpacked, now: float, out: Out) -> None:
+        """A gather will not be: its part gives its staging back, and is planned anew when it is computed again."""
+        write = self._writes.get(e.handle)
+        if write is None or write.stage != PACKING or write.part != write.shard.parts - 1:
+            raise LocalProtocolError(f"unpacked: handle {e.handle} is not packing, or not the last part of its shard")
+        shard = write.shard
+        shard.outgoing.readers -= 1
+        shard.parts, shard.planned = write.part, write.start
+        self._drop(write)
+        self._pump(shard, out)
         self._settle(shard.outgoing, out)
 
     def write_done(self, e: ev.WriteDone, now: float, out: Out) -> None:

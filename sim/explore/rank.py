@@ -11,7 +11,7 @@ from typing import Any
 from pushkv.model.protocol import Endpoint, Settings
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.sim.explore.ghost import Violation
+from pushkv.sim.explore.violation import Violation
 
 REPORTS = (ev.Offered, ev.Landed, ev.Broken, ev.Settled, ev.Sent, ev.Released)
 Effect = tuple[Any, ...]
@@ -42,6 +42,14 @@ class Rank:
     def wake_s(self) -> float:
         """Time to the next deadline."""
         return self.endpoint.wake_at - self.now
+
+    def lost(self, handle: int) -> bool:
+        """See ``Parts.lost``."""
+        sender = self.endpoint.sender
+        if not sender.lost(handle):
+            return False
+        write = sender._writes[handle]
+        return write.part == write.shard.parts - 1
 
     # ---------------------------------------------------------------- events
 

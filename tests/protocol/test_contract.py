@@ -82,6 +82,7 @@ def test_a_write_has_its_order() -> None:
     made.step([ev.Begin("t", 4, 1), heard(packed), ev.Computed("t", 4, True)], 0.0, [])
     for event in (ev.WriteDone(1), ev.WriteBroken(1), ev.WriteQuiet(1)):
         refused(made, event, match="was not claimed")
+    refused(made, ev.Unpacked(2), match="not packing")
     with pytest.raises(LocalProtocolError, match="packing"):
         made.sender.claim(1, 0.0)
 

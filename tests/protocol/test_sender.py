@@ -8,7 +8,7 @@ from pushkv.model.protocol import GAVE_WAY, Endpoint, LocalProtocolError
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.sim.explore.world import SETTINGS
-from tests.protocol.test_contract import LINK, ME, YOU, endpoint, heard, said
+from tests.protocol.test_contract import LINK, ME, YOU, endpoint, heard, refused, said
 
 
 def register(attempt: int, name: str = "t", *, packed: bool = False, lowest: int = 1) -> ev.Received:
@@ -570,3 +570,75 @@ def test_so_many_ends_are_remembered() -> None:
     assert said(made, ev.Begin("a", 4)) == []
     for name in ("b", "c"):
         assert said(made, ev.Begin(name, 4))[0] == ev.Sent(name, False, "rejected")
+
+
+def short(*events: ev.Record) -> Endpoint:
+    """A rank whose peer may stage 8 bytes, in parts of 4; ``t`` has 8 tokens of a byte each, and is granted."""
+    made = endpoint(staging_bytes=16)
+    wanted = msg.Register(YOU, ME, 1, "t", 8, 1, True, 1, (1,))
+    made.step([ev.Begin("t", 8, 1, True), heard(wanted), *events], 0.0, [])
+    return made
+
+
+def test_what_is_lost_before_its_gather_gives_its_staging_to_others() -> None:
+    """F21, F28: the first two parts of ``t`` fill the peer's share; ``u``, which is finished, gets it."""
+    made = short(ev.Computed("t", 8, False), ev.Preempted("t"))
+    other = msg.Register(YOU, ME, 2, "u", 8, 1, True, 1, (2,))
+    assert said(made, ev.Begin("u", 8, 1), heard(other), ev.Computed("u", 8, True), ev.GiveWay()) == []
+    assert made.sender.lost(1) and made.sender.lost(2) and not made.sender.lost(3)
+    refused(made, ev.Unpacked(1), match="not the last part")
+    assert said(made, ev.Unpacked(2)) == [ev.Pack(3, "u", LINK, 0, 4)]
+    assert said(made, ev.Unpacked(1)) == [ev.Pack(4, "u", LINK, 4, 8)]
+    assert not made.sender.lost(1) and not made.sender.lost(3)
+    refused(made, ev.Unpacked(1), match="not packing")
+
+
+def test_what_was_taken_back_gives_way() -> None:
+    """Rule 8: nothing of it has left, so its memory goes to whom a finished prefill waits for."""
+    made = short(ev.Computed("t", 8, False), ev.Preempted("t"), ev.Unpacked(2), ev.Unpacked(1))
+    bare = msg.Register(YOU, ME, 2, "u", 8, 1, True, 1)
+    made.step([ev.Begin("u", 8, 1), heard(bare), ev.Computed("u", 8, True)], 0.0, [])
+    assert said(made, ev.GiveWay()) == [msg.Failed(ME, YOU, 1, GAVE_WAY)]
+
+
+def test_what_was_taken_back_is_planned_anew() -> None:
+    """By what is computed now, which is less or more than before, and under the same numbers."""
+    made = short(ev.Computed("t", 4, False), ev.Packed(1), ev.Computed("t", 8, False))
+    assert made.sender.claim(1, 0.0)
+    made.step([ev.WriteDone(1), ev.Preempted("t"), ev.Computed("t", 6, False)], 0.0, [])
+    assert made.sender.lost(2) and not made.sender.lost(1)
+    assert said(made, ev.Unpacked(2)) == [ev.Pack(3, "t", LINK, 4, 6)]
+    assert said(made, ev.Computed("t", 8, True), ev.Packed(3)) == [
+        ev.Pack(4, "t", LINK, 6, 8), ev.Post(3, "t", LINK, 4, 6, True, (1,))
+    ]  # fmt: skip
+    made.step([ev.Packed(4)], 0.0, [])
+    assert made.sender.claim(3, 0.0) and made.sender.claim(4, 0.0)
+    assert said(made, ev.WriteDone(3), ev.WriteDone(4)) == [
+        msg.Written(ME, YOU, 1, 1, 2, False), msg.Written(ME, YOU, 1, 2, 2, True), ev.Sent("t", True, "")
+    ]  # fmt: skip
+
+
+def test_what_was_computed_again_is_packed() -> None:
+    """The host has the blocks again: nothing is lost, and if it gives the part up all the same it is asked anew."""
+    made = short(ev.Computed("t", 4, False), ev.Preempted("t"), ev.Computed("t", 4, False))
+    assert not made.sender.lost(1)
+    assert said(made, ev.Unpacked(1)) == [ev.Pack(2, "t", LINK, 0, 4)]
+
+
+@pytest.mark.parametrize("first", [ev.Abort("t", "aborted"), heard(msg.Cancel(YOU, ME, 1, "t"))])
+def test_what_has_ended_and_lost_its_blocks_is_not_gathered(first: ev.Record) -> None:
+    """F21: the source is released with the last answer, and staging is empty."""
+    made = short(ev.Computed("t", 8, False))
+    assert ev.Released("t") not in said(made, first)
+    assert not made.sender.lost(1)
+    assert said(made, ev.Preempted("t")) == []
+    assert made.sender.lost(1) and made.sender.lost(2)
+    assert said(made, ev.Unpacked(2)) == []
+    assert said(made, ev.Unpacked(1)) == [ev.Released("t")]
+    assert made.sender.staged_bytes == 0 and made.sender.sizes()["transfers"] == 0
+
+
+def test_a_gather_that_has_begun_outlives_the_preemption() -> None:
+    """Rule 7: what is in staging leaves."""
+    made = short(ev.Computed("t", 8, False), ev.Preempted("t"), ev.Unpacked(2))
+    assert said(made, ev.Packed(1)) == [ev.Post(1, "t", LINK, 0, 4, True, (1,))]

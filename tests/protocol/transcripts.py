@@ -303,6 +303,21 @@ def preempted_between_chunks(world: World) -> None:
     world.run(1.5)
 
 
+@story(profile={"blocks": 4}, settings={"staging_bytes": 1600})
+def preempted_before_its_gather(world: World) -> None:
+    """F21, F28: t2's first parts fill D's share of staging and wait there for room when P is preempted. They are taken
+    back, so that t3, which has P's whole cache, can leave; then t2 is computed again, and goes from its first token.
+    """
+    world.fabric.rooms.extend((5.0, 5.0))
+    request = world.request("packed", "P", "D", 16, 16, chunked=True)
+    world.run(0.05)
+    world.request("packed", "P", "D", 12, 12)
+    world.run(0.1)
+    host = world.processes["P"].host
+    host.preempt(host.sending[request.tid])
+    world.run(2.0)
+
+
 @story(config=Config({"A": 1, "B": 1}, {"A": 1, "B": 1}))
 def both_lack_a_registration(world: World) -> None:
     """F19: a registration is lost in each direction. Numbered beats find that out; their answers are not answered."""

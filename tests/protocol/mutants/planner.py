@@ -27,7 +27,7 @@ from pushkv.model.layout import (
     plan,
     plan_tail,
 )
-from pushkv.sim.explore.ghost import Violation
+from pushkv.sim.explore.violation import Violation
 from tests.layout.oracle import Engine, Model, Store, contents, move, tables
 from tests.layout.scenarios import CASE, Planner, Scenario, check
 from tests.protocol.mutants.registry import Patch, mutant, wrap

@@ -9,8 +9,8 @@ from typing import Any
 from pushkv.model.protocol import MessageError, decode, encode
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.sim.explore.ghost import Violation
 from pushkv.sim.explore.profiles import CALM, Config, Driver
+from pushkv.sim.explore.violation import Violation
 from pushkv.sim.explore.world import SETTINGS, World
 from tests.protocol.transcripts import ONE, STEADY, tell
 

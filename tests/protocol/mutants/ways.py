@@ -55,7 +55,7 @@ def what_goes_on_is_registered_anywhere(patch: Patch) -> None:
     patch.setattr(Endpoint, "_register_again", register_again)
 
 
-@mutant(replace(CALM, modes=("late", "packed"), blocks=7, requests=6.0, preempts=3.0), "V1 I5")
+@mutant(replace(CALM, modes=("late", "packed"), blocks=7, requests=6.0, preempts=3.0, crowded=0.0), "V1 I5")
 def giving_way_is_a_failure(patch: Patch) -> None:
     """F17: the yielding transfer is not registered anew."""
 
@@ -147,7 +147,7 @@ def registration_comes_after_the_prefill(patch: Patch) -> None:
     wrap(patch, Sender, "on_register", make)
 
 
-@mutant(replace(CALM, modes=("late", "packed"), blocks=7, requests=6.0, preempts=3.0), "V1 I5")
+@mutant(replace(CALM, modes=("late", "packed"), blocks=7, requests=6.0, preempts=3.0, crowded=0.0), "V1 I5")
 def nobody_gives_way(patch: Patch) -> None:
     """F17: two engines wait for each other's memory."""
     patch.setattr(Ledger, "_make_way", lambda self, heir, out, peer="": None)
