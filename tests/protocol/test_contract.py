@@ -85,6 +85,8 @@ def test_a_write_has_its_order() -> None:
     refused(made, ev.Unpacked(2), match="not packing")
     with pytest.raises(LocalProtocolError, match="packing"):
         made.sender.claim(1, 0.0)
+    made.step([ev.Packed(1)], 0.0, [])
+    refused(made, ev.Unpacked(1), match="not packing")
 
 
 def test_a_ledger_says_what_its_host_did_wrong() -> None:
