@@ -37,9 +37,9 @@ HOOKS = (
     ("heard", "the scheduler asks, and hears"),
     ("allocated", "vLLM has given it blocks"),
     ("metadata", "the pass ends"),
-    ("executing", "the model runner begins"),
     ("asked", "the scatter is asked for"),
-    ("loading", "inputs are prepared"),
+    ("executing", "the model runner calls its first hook"),
+    ("loading", "and asks for the load: inputs are prepared"),
     ("joined", "the forward may come behind the scatter"),
     ("enqueued", "the forward is enqueued"),
     ("finished", "the engine has the first token"),
@@ -120,14 +120,14 @@ class StagedConnector(PushConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        metadata = super().build_connector_meta(scheduler_output)
         self._at("metadata")
+        metadata = super().build_connector_meta(scheduler_output)
         StagedConnector._passed = time.monotonic()
         return metadata
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        loads = bool(kv_connector_metadata.orders.load)
-        if loads:
+        orders = kv_connector_metadata.orders
+        if orders.load or orders.begun:
             self._at("executing")
             self._mark()
         super().handle_preemptions(kv_connector_metadata)
