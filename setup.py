@@ -21,7 +21,7 @@ COMPILED = {
         "baselines blocks clock connector costs engine fabric host metrics network pushkv request scheduler ticks"
         " transfers world"
     ),
-    "sim/explore": "bounds causes fabric ghost host network plan process profiles scheduling world",
+    "sim/explore": "bounds causes fabric ghost host network process profiles scheduling world",
 }
 """What a simulated request passes through, and a seed of the explorer. Messages and events are msgspec's, which are C
 already.
