@@ -64,6 +64,15 @@ class Packed(Record, frozen=True, gc=False):
     handle: int
 
 
+class Unpacked(Record, frozen=True, gc=False):
+    """The gather for ``handle`` had not begun when the prefill was preempted (``Sender.lost``), and will not: nothing
+    of it is in staging. Of several parts of a shard the last comes first, all of them before any ``Computed`` that
+    follows.
+    """
+
+    handle: int
+
+
 class WriteDone(Record, frozen=True, gc=False):
     """``handle`` is complete: the bytes are in the remote memory and nothing of it is active."""
 
@@ -103,7 +112,8 @@ class Begin(Record, frozen=True, gc=False):
 
 
 class Computed(Record, frozen=True, gc=False):
-    """Sending side: the first ``tokens`` tokens are in the cache (0: the prefill has started); ``final``: that is all.
+    """Sending side: the first ``tokens`` tokens are in the cache for all that reads it from now on: the step that
+    computes them is enqueued (0: the prefill has started). ``final``: that is all.
 
     The first one is when the receiver is offered bytes: a prompt that queues here takes no memory there.
     """
@@ -114,7 +124,9 @@ class Computed(Record, frozen=True, gc=False):
 
 
 class Preempted(Record, frozen=True, gc=False):
-    """Sending side: what was computed and not packed is lost and will be computed again."""
+    """Sending side: what was computed is lost and will be computed again. A gather that has begun goes on; one that has
+    not is answered with ``Unpacked``.
+    """
 
     transfer_id: str
 
@@ -187,7 +199,7 @@ class Disconnect(Record, frozen=True, gc=False):
 
 class Pack(Record, frozen=True, gc=False):
     """Gather tokens [``start``, ``stop``) (counted from the prompt's first) for ``handle`` into staging. Answer
-    ``Packed``.
+    ``Packed``, or ``Unpacked``. The gathers of one shard begin in order.
     """
 
     handle: int

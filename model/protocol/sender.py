@@ -12,7 +12,7 @@ from typing import Final
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.model.protocol.errors import LocalProtocolError
-from pushkv.model.protocol.outgoing import BROKEN, CLAIMED, PACKING, POSTABLE, SenderLink, Shard, Transfer
+from pushkv.model.protocol.outgoing import CLAIMED, PACKING, POSTABLE, SenderLink, Shard, Transfer
 from pushkv.model.protocol.sending import GRANTED, MET, PROMISED, REGISTERED, WRITING, Out, Shards
 from pushkv.model.protocol.states import SENDING_CLOSED, Sending
 
@@ -84,6 +84,13 @@ class Sender(Shards):
         shard = write.shard
         return shard.attempt, write.part, shard.outgoing.tokens - shard.tokens
 
+    def lost(self, handle: int) -> bool:
+        """Whether the tokens of a part that is to be packed are not in the cache any more: the host asks after a step
+        that took a ``Preempted``, and answers ``Unpacked`` where its gather has not begun.
+        """
+        write = self._writes.get(handle)
+        return write is not None and write.stop > write.shard.outgoing.computed
+
     # ------------------------------------------------------------ links
 
     def link_up(self, link: ev.Link, incarnation: int) -> None:
@@ -147,9 +154,9 @@ class Sender(Shards):
             refusal = "handed over before"
         if refusal:
             self._refuse(state, attempt, refusal, out)
-            if refusal in (TOO_MANY, TOO_LONG) and outgoing is None:
-                self._remember(m.transfer_id, refusal)
-            elif refusal in (TOO_MANY, TOO_LONG) and outgoing is not None and outgoing.peer in ("", link[0]):
+            if outgoing is None:
+                self._remember(m.transfer_id, refusal)  # if it was not: it keeps its place
+            elif refusal in (TOO_MANY, TOO_LONG) and outgoing.peer in ("", link[0]):
                 self._end(outgoing, refusal, "fail", out)  # its receiver has given it up by this
             return
         if outgoing is None:
@@ -159,7 +166,6 @@ class Sender(Shards):
         outgoing.fanout = max(1, m.fanout)
         older = outgoing.shards.get(link)
         if older is not None and older.state not in SENDING_CLOSED:
-            older.requeue = True
             self._stop(older, "cancel", "superseded", out)
         shard = Shard(state, outgoing, m)
         outgoing.shards[link] = shard
@@ -192,7 +198,7 @@ class Sender(Shards):
                 return
             if outgoing is None:
                 self._remember(m.transfer_id, "cancelled")
-            elif not outgoing.ended and link not in outgoing.shards and outgoing.peer in ("", link[0]):
+            elif link not in outgoing.shards and outgoing.peer in ("", link[0]):
                 self._end(outgoing, "cancelled", "cancel", out)
         else:
             self._repeat(state, m.attempt, out)
@@ -258,7 +264,7 @@ class Sender(Shards):
         youngest: dict[str, Transfer] = {}
         for outgoing in self._transfers.values():
             states = {shard.state for shard in outgoing.shards.values()}
-            if outgoing.final and MET in states and not outgoing.ended:
+            if outgoing.final and MET in states:
                 hungry.add(outgoing.peer)
             elif (
                 not outgoing.final
@@ -290,11 +296,13 @@ class Sender(Shards):
             self._pump(shard, out)
 
     def preempted(self, e: ev.Preempted, now: float, out: Out) -> None:
-        """The engine took the cache back; parts already packed or landed stay."""
+        """The engine took the cache back; parts already packed or landed stay, as do gathers that have begun. Those
+        that have not are ``lost``, also of what has ended.
+        """
         outgoing = self._transfers.get(e.transfer_id)
-        if outgoing is None or outgoing.ended or not outgoing.begun:
+        if outgoing is None:
             return
-        if outgoing.final:
+        if outgoing.final and not outgoing.ended:
             raise LocalProtocolError(f"{e.transfer_id} is finished: it is held, not preempted")
         outgoing.computed = 0
         outgoing.started = False  # it queues again: until it runs it asks for no memory over there
@@ -321,15 +329,26 @@ class Sender(Shards):
             self._drop(write)
         self._settle(shard.outgoing, out)
 
+    def unpacked(self, e: ev.Unpacked, now: float, out: Out) -> None:
+        """A gather will not be: its part gives its staging back, and is planned anew when it is computed again."""
+        write = self._writes.get(e.handle)
+        if write is None or write.stage != PACKING or write.part != write.shard.parts - 1:
+            raise LocalProtocolError(f"unpacked: handle {e.handle} is not packing, or not the last part of its shard")
+        shard = write.shard
+        shard.outgoing.readers -= 1
+        shard.parts, shard.planned = write.part, write.start
+        self._drop(write)
+        self._pump(shard, out)
+        self._settle(shard.outgoing, out)
+
     def write_done(self, e: ev.WriteDone, now: float, out: Out) -> None:
         """A write is remotely complete."""
         write = self._writes.get(e.handle)
         if write is None or write.stage < CLAIMED:
             raise LocalProtocolError(f"done: handle {e.handle} was not claimed")
         shard = write.shard
-        broken = write.stage == BROKEN
         self._drop(write)
-        if shard.state is WRITING and not broken:
+        if shard.state is WRITING:
             shard.done += 1
             notice = msg.Written(
                 self._me, shard.link.incarnation, shard.attempt, write.part, write.stop - write.start, write.last
@@ -347,7 +366,6 @@ class Sender(Shards):
         write = self._writes.get(e.handle)
         if write is None or write.stage < CLAIMED:
             raise LocalProtocolError(f"broken: handle {e.handle} was not claimed")
-        write.stage = BROKEN
         if write.shard.state is WRITING:
             self._end(write.shard.outgoing, "write failed", "fail", out)
 

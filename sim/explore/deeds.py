@@ -62,6 +62,13 @@ class Deeds(Rows):
         self.happen(draft, self.where[(engine, rank)], ("takes", ev.Packed(handle)))
         return True
 
+    def _do_unpack(self, draft: Draft, number: int) -> bool:
+        draft.soup.remove(number)
+        _, engine, rank, handle, tid = self.items.values[number]
+        self.happen(draft, self.where[(engine, "ledger")], ("gathered", rank, tid, handle))
+        self.happen(draft, self.where[(engine, rank)], ("takes", ev.Unpacked(handle)))
+        return True
+
     def _do_post(self, draft: Draft, number: int) -> bool:
         draft.soup.remove(number)
         _, engine, rank, post = self.items.values[number]

@@ -51,6 +51,12 @@ class Fabric:
         self.writes: dict[tuple[Any, ...], Write] = {}
         self.fates: deque[tuple[float, bool]] = deque()
         """Scripted: how long the next writes take (s), and whether they break."""
+        self.rooms: deque[float] = deque()
+        """Scripted: how long the next gathers wait for room in staging (s)."""
+        self._waiting: dict[tuple[int, int], dict[int, ev.Pack]] = {}
+        """By process and rank: gathers that have not begun."""
+        self._begins: dict[tuple[Any, ...], float] = {}
+        """By process, rank and shard: when the last gather begins."""
 
     def _chance(self, process: Process, request: Request) -> tuple[Profile, Random]:
         return request.profile or self.world.profile, request.random or process.random
@@ -58,16 +64,49 @@ class Fabric:
     # ---------------------------------------------------------------- staging
 
     def pack(self, process: Process, rank: int, pack: ev.Pack) -> None:
-        """Gather into staging some time from now."""
-        source = process.ghost.source(pack.transfer_id)
+        """Gather into staging: at once, or when there is room; those of a shard in order. What is lost waits for the
+        end of this step.
+        """
+        source, now = process.ghost.source(pack.transfer_id), self.world.now
+        me, shard = (id(process), rank), (id(process), rank, pack.transfer_id, pack.link)
         if source.freed:
             raise Violation(f"I2: {process.name} packs {pack.transfer_id}, whose source is free")
+        source.packing.add((rank, pack.handle))
+        profile, random = self._chance(process, self.world.requests[pack.transfer_id])
+        begins = max(now, self._begins.get(shard, now))
+        if self.rooms:
+            begins += self.rooms.popleft()
+        elif profile.crowded and random.random() < profile.crowded:
+            begins += profile.crowded_s * random.random()
+        self._waiting.setdefault(me, {})[pack.handle] = pack
+        if process.endpoints[rank].sender.lost(pack.handle):
+            return
+        self._begins[shard] = begins
+        if begins > now:
+            process.later(begins - now, self._gather, process, rank, pack)
+        else:
+            self._gather(process, rank, pack)
+
+    def _gather(self, process: Process, rank: int, pack: ev.Pack) -> None:
+        """It is enqueued: before whatever is written into these blocks next."""
+        if self._waiting[id(process), rank].pop(pack.handle, None) is None:
+            return
         if pack.stop > process.host.computed(pack.transfer_id):
             raise Violation(f"I2: {process.name} packs tokens of {pack.transfer_id} that are not computed")
-        source.packing.add((rank, pack.handle))
         profile, random = self._chance(process, self.world.requests[pack.transfer_id])
         delay = profile.pack_s * (0.2 + random.random())
         process.later(delay, self._packed, process, rank, pack)
+
+    def preempted(self, process: Process, rank: int) -> None:
+        """The rank has taken a ``Preempted``: what has not begun and is lost will not begin."""
+        waiting, sender = self._waiting.get((id(process), rank), {}), process.endpoints[rank].sender
+        for handle, pack in reversed(list(waiting.items())):
+            if sender.lost(handle):
+                del waiting[handle]
+                self._begins.pop((id(process), rank, pack.transfer_id, pack.link), None)
+                process.ghost.source(pack.transfer_id).packing.discard((rank, handle))
+                self.world.spoils.add("preempted before its gather")
+                process.receive(rank, ev.Unpacked(handle))
 
     def _packed(self, process: Process, rank: int, pack: ev.Pack) -> None:
         process.ghost.source(pack.transfer_id).packing.discard((rank, pack.handle))

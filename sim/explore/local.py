@@ -61,6 +61,7 @@ class Parts:
         self._choices: dict[int, tuple[tuple[int, int], ...]] = {}
         self._left: dict[int, str] = {}
         self._touch: dict[tuple[int, int], bool] = {}
+        self._lost: dict[tuple[int, int], bool] = {}
 
     def __len__(self) -> int:
         return len(self._masters)
@@ -149,6 +150,17 @@ class Parts:
             part = self._masters[state]
             assert isinstance(part, Books)
             found = self._touch[(state, item)] = part.touchable(write[3], write[4])
+        return found
+
+    def lost(self, state: int, handle: int) -> bool:
+        """Whether a rank in ``state`` may be told that the gather for ``handle`` has not begun: its tokens are gone,
+        and it is the last part of its shard.
+        """
+        found = self._lost.get((state, handle))
+        if found is None:
+            part = self._masters[state]
+            assert isinstance(part, Rank)
+            found = self._lost[(state, handle)] = part.lost(handle)
         return found
 
     def left(self, state: int) -> str:

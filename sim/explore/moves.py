@@ -172,6 +172,8 @@ class Moves(Deeds):
                         yield ("break", number)
             else:
                 yield (kind, number)
+                if kind == "pack" and self.parts.lost(state[self.where[(item[1], item[2])]], item[3]):
+                    yield ("unpack", number)
 
     def _target(self, write: Any, state: State) -> int:
         """The slot of the books whose memory a write touches; -1 when that process is no more."""

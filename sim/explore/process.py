@@ -113,6 +113,8 @@ class Process:
         endpoint.step(events, now, out)
         for action in out:
             self._rank_action(rank, action)
+        if ev.Preempted in map(type, events):
+            world.fabric.preempted(self, rank)
         wake_at = endpoint.wake_at
         if wake_at < self._timer[rank]:
             self._timer[rank] = wake_at

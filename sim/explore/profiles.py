@@ -30,6 +30,8 @@ class Profile:
     connect_s: float = 0.1
     unfit: float = 0.0
     pack_s: float = 0.02
+    crowded: float = 0.1
+    crowded_s: float = 2.0
     post_s: float = 0.02
     parked: float = 0.0
     parked_s: float = 40.0

@@ -43,6 +43,14 @@ class Rank:
         """Time to the next deadline."""
         return self.endpoint.wake_at - self.now
 
+    def lost(self, handle: int) -> bool:
+        """See ``Parts.lost``."""
+        sender = self.endpoint.sender
+        if not sender.lost(handle):
+            return False
+        write = sender._writes[handle]
+        return write.part == write.shard.parts - 1
+
     # ---------------------------------------------------------------- events
 
     def passes(self, span_s: float, out: list[Effect]) -> None:

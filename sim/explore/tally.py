@@ -138,7 +138,9 @@ def versions() -> dict[str, str]:
 
 
 def sources() -> str:
-    """A hash of what a seed's run depends on: the sources of protocol and explorer. A compiled build has them too."""
+    """A hash of what a seed's run depends on: the sources of the protocol and of the explorer. A compiled build has
+    them beside its modules.
+    """
     digest = sha256()
     for package in (protocol, explore):
         for path in sorted(Path(str(package.__file__)).parent.glob("*.py")):

@@ -60,6 +60,8 @@ HELD: Final = (
 )  # fmt: skip
 """One block: it is t-1's, whose prefill runs; t-2's has ended."""
 SCARCE: Final = settings(landing_segments=1)
+SHORT: Final = settings(staging_bytes=100)
+"""Staging for one part."""
 SHAPES: Final = (
     Scope("cold", (PACKED,), Budget(unfit=1, drop=1), warm=False, settings=PATIENT),
     Scope("cold: restarted", (EARLY,), Budget(kill=1, tell=1), warm=False),
@@ -86,6 +88,10 @@ SHAPES: Final = (
     Scope("parts", (Plan("packed", 2),), Budget(preempt=1, abort=1)),
     Scope("parts: lost", (Plan("packed", 2),), Budget(drop=1, duplicate=1, broken=1), settings=PATIENT),
     Scope("parts: short of staging", (Plan("packed", 2),) * 2, settings=settings(staging_bytes=200)),
+    Scope("parts: taken back", (Plan("packed", 2),) * 2, Budget(preempt=1), p_blocks=1, settings=SHORT),
+    Scope("parts: taken back, two D ranks", (Plan("packed", 2),), Budget(preempt=2), decode=2, settings=SHORT),
+    Scope("parts: taken back, two P ranks", (Plan("packed", 2),), Budget(preempt=2), prefill=2, settings=SHORT),
+    Scope("parts: taken back, given up", (Plan("packed", 2),), Budget(preempt=2, abort=1, kill=1), settings=SHORT),
     Scope("prefix hit", (Plan("packed", tokens=0), Plan("late", tokens=0)), Budget(abort=1)),
     Scope("no prefill", (Plan("late", missing="P"),), Budget(abort=1, early=1), settings=BEATLESS),
     Scope("no decode", (Plan("late", missing="D"),), Budget(abort=1)),
@@ -98,7 +104,8 @@ _QUICK: Final = frozenset(f"{mode}: {name}" for mode in MODES for name in _SHORT
     "early: too late", "early: restarted", "late: killed", "cold", "cold: restarted", "cold: refused",
     "cold: refused, restarted", "silence: restarted", "silence: lapses", "opposite, packed: preempted",
     "giving way: given up", "giving way: too late", "giving way: two D ranks", "giving way: two P ranks",
-    "two early: given up", "two early: restarted", "two P ranks", "parts", "prefix hit", "no prefill", "no decode",
+    "two early: given up", "two early: restarted", "two P ranks", "parts", "parts: taken back, two P ranks",
+    "prefix hit", "no prefill", "no decode",
 }  # fmt: skip
 SMALL: Final = tuple(scope for scope in STANDARD if scope.name in _QUICK)
 """Those of the standard set that take seconds: the tests search them."""

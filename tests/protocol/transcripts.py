@@ -55,7 +55,7 @@ def tell(name: str) -> str:
     world.log = None
     world.drain()
     title = name.replace("_", " ").capitalize()
-    doc = "\n".join(wrap(play.__doc__ or "", 98))
+    doc = "\n".join(wrap(" ".join((play.__doc__ or "").split()), 98))
     return f"{title}\n{'=' * len(title)}\n{doc}\n\n{LEGEND}\n" + "\n".join(transcript.lines) + "\n"
 
 
@@ -214,6 +214,23 @@ def opposite_admissions_packed(world: World) -> None:
     world.run(3.0)
 
 
+@story(config=Config({"P": 2, "Q": 1}, {"D": 1}), cold=True)
+def gave_way_before_its_handshake(world: World) -> None:
+    """Rule 8: t1 is to give way while P/0 writes it and P/1 was not reached yet. What has landed stays; P/1 is greeted
+    again for the rest. (It was once registered where no link was, and known to nobody.)
+    """
+    world.network.lose_next.append(lambda source, target, m: isinstance(m, msg.Hello) and target == ("P", 1))
+    host = world.processes["D"].host
+    world.fabric.fates.append((1.2, False))
+    world.request("early", "P", "D", 8, 8)
+    world.run(0.1)
+    held, host.free = host.free, []
+    world.request("late", "Q", "D", 8, 8)
+    world.run(1.0)
+    host.free += held
+    world.run(1.0)
+
+
 # ---------------------------------------------------------------- who is not there, or not the one expected
 
 
@@ -284,6 +301,21 @@ def preempted_between_chunks(world: World) -> None:
     host = world.processes["P"].host
     host.preempt(host.sending[request.tid])
     world.run(1.5)
+
+
+@story(profile={"blocks": 4}, settings={"staging_bytes": 1600})
+def preempted_before_its_gather(world: World) -> None:
+    """F21, F28: t2's first parts fill D's share of staging and wait there for room when P is preempted. They are taken
+    back, so that t3, which has P's whole cache, can leave; then t2 is computed again, and goes from its first token.
+    """
+    world.fabric.rooms.extend((5.0, 5.0))
+    request = world.request("packed", "P", "D", 16, 16, chunked=True)
+    world.run(0.05)
+    world.request("packed", "P", "D", 12, 12)
+    world.run(0.1)
+    host = world.processes["P"].host
+    host.preempt(host.sending[request.tid])
+    world.run(2.0)
 
 
 @story(config=Config({"A": 1, "B": 1}, {"A": 1, "B": 1}))

@@ -16,7 +16,7 @@ from pushkv.sim.explore.world import SETTINGS
 from tests.protocol.mutants.registry import Patch, mutant, wrap
 
 
-@mutant(replace(CHURN, slow=0.2), "I1")
+@mutant(replace(CHURN, slow=0.2, crowded=0.0), "I1")
 def freed_at_the_first_failure(patch: Patch) -> None:
     """F02, F05: the verdict frees."""
 
