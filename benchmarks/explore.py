@@ -1,6 +1,7 @@
 """How fast the exploration world is, with all checks on.
 
     .venv/bin/python benchmarks/explore.py
+    .venv-fast/bin/python benchmarks/explore.py      # the compiled build, after `make fast`
 
 Events per CPU second and CPU time of one seed, per profile: the best of several runs of the same seeds, over all
 shapes. An event is one thing that the world does: a message delivered, a descriptor landed, a timer, a step of a rank,
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 
-from pushkv.sim.explore import runner
+from pushkv.sim.explore import runner, tally
 from pushkv.sim.explore.profiles import CONFIGS, PROFILES
 
 
@@ -23,6 +24,7 @@ def main() -> None:
     options = parser.parse_args()
     seeds = range(options.seeds)
     print(f"{options.seeds} seeds of each profile on {len(CONFIGS)} shapes, {runner.TRANSFERS} requests each")
+    print(f"{tally.versions()['build']} build")
     print(f"{'profile':12}{'events per CPU second':>24}{'events per seed':>18}{'CPU ms per seed':>18}")
     events = cpu_s = 0.0
     for profile in PROFILES:

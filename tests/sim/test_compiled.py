@@ -13,8 +13,9 @@ import pytest
 
 FAST = os.environ.get("PUSHKV_FAST", "")
 
-COMPILED = str(Path(FAST).absolute())
-BUILDS = (COMPILED, sys.executable)
+COMPILED = (str(Path(FAST).absolute()), "-E")
+"""Without ``PYTHONPATH``, which may lead to the sources."""
+BUILDS = (COMPILED, (sys.executable,))
 
 pytestmark = pytest.mark.skipif(not FAST, reason="the compiled build is tried by `make fast`")
 
@@ -29,17 +30,17 @@ SEEDS = "0:420"
 """Each profile on each shape twelve times, and the pairs of runs that go with them."""
 
 
-def said(python: str, command: str, flags: tuple[str, ...], folder: Path) -> dict[str, Any]:
+def said(python: tuple[str, ...], command: str, flags: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """The JSON of ``pushkv COMMAND FLAGS``. Not in a folder with the sources: compiled modules are installed ones."""
-    line = (python, "-m", "pushkv.sim.cli", command, *flags, "--json", "-")
+    line = (*python, "-m", "pushkv.sim.cli", command, *flags, "--json", "-")
     out = subprocess.run(line, cwd=folder, capture_output=True, text=True, check=True).stdout
     found: dict[str, Any] = json.loads(out)
     return found
 
 
-def build(python: str, module: str, folder: Path) -> str:
+def build(python: tuple[str, ...], module: str, folder: Path) -> str:
     """The ending of the file that ``module`` is loaded from."""
-    where = (python, "-c", f"import {module} as module; print(module.__file__)")
+    where = (*python, "-c", f"import {module} as module; print(module.__file__)")
     return Path(subprocess.run(where, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()).suffix
 
 
@@ -47,7 +48,7 @@ def build(python: str, module: str, folder: Path) -> str:
 def test_the_one_is_compiled_and_the_other_is_not(module: str, tmp_path: Path) -> None:
     """Or the tests below would compare a build with itself."""
     assert build(COMPILED, f"pushkv.{module}", tmp_path) == ".so"
-    assert build(sys.executable, f"pushkv.{module}", tmp_path) == ".py"
+    assert build((sys.executable,), f"pushkv.{module}", tmp_path) == ".py"
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
