@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -32,6 +33,8 @@ OTHERS = 4
 """Requests that decode all the time and are none of the connector's business: the engine is busy."""
 ROOM = 512
 """Blocks for each of them."""
+WORK = bytes(16 << 10)
+"""Large enough that others may run Python meanwhile, small enough for the innermost cache."""
 IDLE_STEPS = 100
 BEFORE = 5
 """Steps before a batch, so that the thread is as warm as a busy one."""
@@ -220,9 +223,11 @@ class Engine:
         return sorted(found, key=lambda cost: cost.sum)[len(found) // 2]
 
     def step(self) -> None:
-        """One pass, at its time; until then this thread is awake, and lets other threads run."""
+        """One pass, at its time. Until then this thread computes, as one that runs a model: its core is its own, and
+        the other threads of this process may run Python.
+        """
         while time.monotonic() < self._next:
-            time.sleep(0)
+            zlib.crc32(WORK)
         self._next = time.monotonic() + self.step_s
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
