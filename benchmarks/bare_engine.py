@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -28,10 +29,17 @@ SCHEDULER_HOOKS = (
     "get_loaded_kv_cache_group_ids", "has_pending_block_frees", "request_finished_all_groups",
     "update_connector_output", "take_events", "has_pending_push_work", "get_kv_connector_stats",
 )  # fmt: skip
+OF_REQUESTS = frozenset(
+    ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "get_loaded_kv_cache_group_ids",
+     "request_finished_all_groups")
+)  # fmt: skip
+"""Hooks that are called for a request, the others once in every step."""
 OTHERS = 4
 """Requests that decode all the time and are none of the connector's business: the engine is busy."""
 ROOM = 512
 """Blocks for each of them."""
+WORK = bytes(16 << 10)
+"""Large enough that others may run Python meanwhile, small enough for the innermost cache."""
 IDLE_STEPS = 100
 BEFORE = 5
 """Steps before a batch, so that the thread is as warm as a busy one."""
@@ -89,10 +97,13 @@ class Stopwatch:
 
 @dataclass
 class Cost:
-    """Of a batch of requests on one side, or of an idle step: by hook, in µs or in calls, over so many steps."""
+    """Of a batch of requests on one side, or of an idle step: by hook, in µs or in calls, over so many steps. waits:
+    what each of those steps cost in which nothing moved, without what vLLM asked about the requests.
+    """
 
     by_hook: dict[str, float]
     steps: int
+    waits: list[float]
 
     @property
     def sum(self) -> float:
@@ -179,13 +190,18 @@ class Engine:
         for _ in range(BEFORE):
             self.step()
         self.watch.take()
-        steps = 0
+        cost = Cost({}, 0, [])
         for one in requests:
             self.scheduler.add_request(one)
         while any(one.request_id in self.scheduler.requests for one in requests):
-            self.step()
-            steps += 1
-        return Cost(self.watch.take(), steps)
+            moved = self.step()
+            spent = self.watch.take()
+            if cost.steps and not moved:
+                cost.waits.append(sum(us for hook, us in spent.items() if hook not in OF_REQUESTS))
+            for hook, us in spent.items():
+                cost.by_hook[hook] = cost.by_hook.get(hook, 0.0) + us
+            cost.steps += 1
+        return cost
 
     def _request(self, number: int, blocks: int) -> Any:
         from vllm.sampling_params import SamplingParams
@@ -216,13 +232,15 @@ class Engine:
         for _ in range(IDLE_STEPS):
             self.watch.take()
             self.step()
-            found.append(Cost(self.watch.take(), 1))
+            found.append(Cost(self.watch.take(), 1, []))
         return sorted(found, key=lambda cost: cost.sum)[len(found) // 2]
 
-    def step(self) -> None:
-        """One pass, at its time; until then this thread is awake, and lets other threads run."""
+    def step(self) -> bool:
+        """One pass, at its time. Until then this thread computes, as one that runs a model: its core is its own, and
+        the other threads of this process may run Python. Whether anything has moved for a request of a batch.
+        """
         while time.monotonic() < self._next:
-            time.sleep(0)
+            zlib.crc32(WORK)
         self._next = time.monotonic() + self.step_s
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -247,6 +265,8 @@ class Engine:
                 reason = None if one.finish_reason is None else one.finish_reason.name
                 if reason not in (None, "LENGTH") or (reason and one.request_id.startswith("other")):
                     raise RuntimeError(f"{self.name}: {one.request_id} ended with {reason}")
+        told = reports.finished_sending or reports.finished_recving or out.finished_req_ids
+        return bool(told) or len(names) > OTHERS
 
     def counters(self) -> dict[str, float]:
         """What pushkv's connector says of itself."""

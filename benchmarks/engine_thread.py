@@ -10,9 +10,11 @@ requests share the steps, a step comes every `--step-ms`, and the thread does no
 
 Such an engine makes its steps anyway, and each costs something with a connector that has nothing to do. So there are
 two numbers: `all` is everything that was spent in the hooks, per request; `own` is that without the price of as many
-steps in which nothing happens for the connector (in the same processes, at the same pace): what the request has cost.
-`calls` is how many functions, of Python and of C, the hooks called for a request beyond those of such steps: a number
-that neither caches nor neighbours change. Medians over `--batches`. Times are of this machine: compare within a run.
+steps in which nothing moves: what the request has cost. That price is the median of such steps in the batches
+themselves (`waiting`: other threads copy and post meanwhile, on the same cores); `quiet` is what they cost with nothing
+open. `calls` is how many functions, of Python and of C, the hooks called for a request beyond those of such steps: a
+number that neither caches nor neighbours change. Medians over `--batches`. Times are of this machine: compare within a
+run.
 """
 
 from __future__ import annotations
@@ -82,9 +84,14 @@ class Costs:
     empty: Cost
     empty_counted: Cost
 
+    @property
+    def waiting(self) -> float:
+        """µs of a step in which nothing moves, while transfers are open."""
+        return statistics.median([us for cost in self.batches for us in cost.waits] or [self.empty.sum])
+
     def own(self, at_once: int) -> list[float]:
-        """µs per request without those of empty steps, ascending."""
-        return sorted((cost.sum - cost.steps * self.empty.sum) / at_once for cost in self.batches)
+        """µs per request without those of steps in which nothing moves, ascending."""
+        return sorted((cost.sum - cost.steps * self.waiting) / at_once for cost in self.batches)
 
     def all(self, at_once: int) -> list[float]:
         """µs per request, ascending."""
@@ -145,13 +152,14 @@ def make_config(folder: Path, tokens: int) -> Path:
 
 def table(results: dict[str, dict[tuple[int, str], Costs]], batches: int, at_once: int) -> None:
     print(f"engine thread, per request: median (90 %) of {batches} batches of {at_once}; times in µs of CPU")
-    print("| connector | blocks | side | own | all | calls | steps of a batch | empty step |")
-    print("| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |")
+    print("| connector | blocks | side | own | all | calls | steps of a batch | waiting | quiet |")
+    print("| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for kind, found in results.items():
         for (size, side), costs in found.items():
             own, every = (f"{_at(of, 0.5):.0f} ({_at(of, 0.9):.0f})" for of in (costs.own(at_once), costs.all(at_once)))
             steps = statistics.median_low(cost.steps for cost in costs.batches)
-            row = (kind, f"{size:,}", side, own, every, f"{costs.calls(at_once):.0f}", steps, f"{costs.empty.sum:.1f}")
+            row = (kind, f"{size:,}", side, own, every, f"{costs.calls(at_once):.0f}", steps, f"{costs.waiting:.0f}",
+                   f"{costs.empty.sum:.0f}")  # fmt: skip
             print("| " + " | ".join(str(cell) for cell in row) + " |")
 
 

@@ -6,7 +6,7 @@ Decides which counters, gauges and times exist, and what each means. A counter m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 COUNTERS: Mapping[str, str] = {
@@ -84,15 +84,11 @@ class Tally:
         """Readings of `who` (a rank, the office): a later reading replaces an earlier one, ranks add up."""
         self.data["gauges"].update({f"{name}|{who}": value for name, value in gauges.items()})
 
-    def record(self, records: Iterable[Mapping[str, Any]]) -> None:
+    def record(self, records: Sequence[Mapping[str, Any]]) -> None:
         times = self.data["times"]
-        for one in records:
-            for name in TIMES:
-                value = one.get(name)
-                if (
-                    isinstance(value, (int, float)) and value > 0
-                ):  # 0: it has not happened, as a gather on the direct path
-                    times.setdefault(name, []).append(float(value))
+        for name in TIMES:  # 0: it has not happened, as a gather on the direct path
+            if found := [float(one[name]) for one in records if one.get(name, 0.0) > 0.0]:
+                times[name] = times[name] + found if name in times else found
 
     def add(self, other: Mapping[str, Any]) -> None:
         self.count(other.get("counters", {}))
@@ -150,7 +146,7 @@ class Meter:
         return counters != self._before or gauges != self._gauges
 
     def read(
-        self, counters: Mapping[str, float], gauges: Mapping[str, float], records: Iterable[Mapping[str, Any]] = ()
+        self, counters: Mapping[str, float], gauges: Mapping[str, float], records: Sequence[Mapping[str, Any]] = ()
     ) -> Tally | None:
         """None when nothing has changed."""
         tally = Tally()

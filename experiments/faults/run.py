@@ -99,7 +99,7 @@ def _short(said: str) -> str:
     """The sentence of an assertion, without the numbers that differ from run to run."""
     said = re.sub(r"^(AssertionError|Failed): ", "", said).split("\nassert")[0]
     said = re.sub(r"holds [\d.]+% of its cache after \d+ s", "holds cache for good", said)
-    said = re.sub(r"differ by [\d.]+ from a plain server's", "differ", said)
+    said = re.sub(r"differ by (?:[\d.]+|inf) from a plain server's", "differ", said)
     said = re.sub(r"after \d+ s", "in time", said) if "nothing" in said else said
     return said[:110].replace("|", "/")
 
