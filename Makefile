@@ -28,7 +28,7 @@ JOBS ?= 2
 help:
 	@echo "make demo    compare pull, push and pushkv, beside measurements"
 	@echo "make test    run all tests"
-	@echo "make fast    the simulator compiled, in $(FAST_VENV): same results, about twice as fast (needs a C compiler)"
+	@echo "make fast    simulator and explorer compiled, in $(FAST_VENV): same results, twice as fast (needs a C compiler)"
 	@echo "make coverage  every branch of the protocol and the planner, or fail"
 	@echo "make explore play random seeds ($(SEEDS)) against the properties of the protocol"
 	@echo "make e2e     run the tests on NIXL, torch and real vLLM servers (E2E_ARGS=... goes to pytest)"
@@ -63,7 +63,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # Not editable: compiled modules beside the sources would be taken for them, however the sources change.
-$(FAST_STAMP): setup.py pyproject.toml $(wildcard model/*/*.py sim/*.py) | $(STAMP)
+$(FAST_STAMP): setup.py pyproject.toml $(wildcard model/*/*.py sim/*.py sim/explore/*.py) | $(STAMP)
 	@echo "setting up $(FAST_VENV) (compiles for minutes)"
 	@test -x $(FAST_VENV)/bin/python || $(PYTHON) -m venv $(FAST_VENV) >/dev/null 2>&1 || \
 	  $(PYTHON) -m venv --clear --without-pip $(FAST_VENV)

@@ -1,5 +1,6 @@
-"""Everything is in pyproject.toml. Here is only the compiled build of the simulator and the core under it, for those
-who ask for it with ``PUSHKV_COMPILE=1``; it needs mypy and a C compiler. Same sources, same results, faster.
+"""Everything is in pyproject.toml. Here is only the compiled build of the simulator, the explorer and the core under
+them, for those who ask for it with ``PUSHKV_COMPILE=1``; it needs mypy and a C compiler. Same sources, same results,
+faster.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ COMPILED = {
         "baselines blocks clock connector costs engine fabric host metrics network pushkv request scheduler ticks"
         " transfers world"
     ),
+    "sim/explore": "bounds causes fabric ghost host network plan process profiles scheduling world",
 }
-"""What a simulated request passes through. Messages and events are msgspec's, which are C already."""
+"""What a simulated request passes through, and a seed of the explorer. Messages and events are msgspec's, which are C
+already.
+"""
 
 
 def extensions() -> list[object]:

@@ -31,11 +31,12 @@ from pushkv.reference.connector_setup import (
 )
 from pushkv.reference.metric_names import Meter
 from pushkv.reference.metrics import PushPromMetrics, PushStats
-from pushkv.reference.ports import RankCard, StepOrders
+from pushkv.reference.ports import IDLE, RankCard, StepOrders
 from pushkv.reference.scheduler import SchedulerSide
-from pushkv.reference.worker import WorkerSide
+from pushkv.reference.worker import WorkerSide, begin_loads
 
 NAME = "PushConnector"
+COMPLETE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 LINGER_S = 2.0
 """An engine that has nothing to do goes on stepping for so long at the most, until what has ended is in the metrics:
 they leave with a step's output.
@@ -49,6 +50,10 @@ class PushMetadata(KVConnectorMetadata):
 
     def __init__(self, orders: StepOrders) -> None:
         self.orders = orders
+
+
+QUIET = PushMetadata(IDLE)
+"""Of every step in which there is nothing to do: most of them."""
 
 
 class PushHandshake(KVConnectorHandshakeMetadata):
@@ -69,6 +74,7 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         self._meter = Meter("office")
         self._busy_at = -LINGER_S
         self._pool: Any = None
+        self._alone: Any = None  # the only rank, when it is in this process
         if role == KVConnectorRole.SCHEDULER:
             rules_of(vllm_config, kv_cache_config, self._setup, KVConnectorBase_V1)  # what is impossible is said now
         else:
@@ -84,6 +90,7 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
             raise RuntimeError(f"{len(cards)} ranks have opened, {self._setup.tp_size} were expected")
         rules = rules_of(self._vllm_config, self._kv_cache_config, self._setup, KVConnectorBase_V1)
         alone = local.get(self._setup.engine_id) if len(cards) == 1 and not cards[0].door else None
+        self._alone = alone
         open_office = opener_of_offices()
         self._scheduler = SchedulerSide(open_office(sized(self._setup, cards), cards, alone), rules)
         self._scheduler.decode.pool = self._pool
@@ -97,19 +104,25 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def on_new_request(self, request: Any) -> None:
-        self._side().on_new_request(request)
+        (self._scheduler or self._side()).on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._side().matched_tokens(request, num_computed_tokens)
+        return (self._scheduler or self._side()).matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._side().allocated(request, blocks, num_external_tokens)
+        (self._scheduler or self._side()).allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         preempted = getattr(scheduler_output, "preempted_req_ids", None)
-        if scheduler_output.num_scheduled_tokens:
+        scheduled = scheduler_output.num_scheduled_tokens
+        if scheduled:
             self._busy_at = time.monotonic()
-        return PushMetadata(self._side().step(scheduler_output.num_scheduled_tokens, preempted, scheduler_output))
+        orders = (self._scheduler or self._side()).step(scheduled, preempted, scheduler_output)
+        if orders is IDLE:
+            return QUIET
+        if orders.early and not orders.preempted and self._alone is not None:  # this thread runs the step too
+            begin_loads(self._alone, orders)
+        return PushMetadata(orders)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -117,7 +130,9 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        complete = request.status.name in ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+        if not request.kv_transfer_params:
+            return False, None
+        complete = request.status._name_ in COMPLETE  # `name` is a property, in Python
         return self._side().finished(request, block_ids, complete)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
@@ -171,16 +186,18 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         return None if card is None else PushHandshake(card)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        if kv_connector_metadata is QUIET:
+            return
         if self._worker is not None and isinstance(kv_connector_metadata, PushMetadata):
             self._worker.preempted(kv_connector_metadata.orders)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None:
+        if connector_metadata is not QUIET and self._worker is not None:
             self._worker.begin(self._orders())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self._worker is not None:
+        if self._connector_metadata is not QUIET and self._worker is not None:
             self._worker.load(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -190,7 +207,7 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         return
 
     def wait_for_save(self) -> None:
-        if self._worker is not None:
+        if self._connector_metadata is not QUIET and self._worker is not None:
             self._worker.saved(self._orders())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -38,11 +38,6 @@ def setup_of(vllm_config: Any, environ: Mapping[str, str]) -> EngineSetup:
         if int(getattr(parallel, field, 1) or 1) > 1:
             raise SettingsError(f"{field} is {getattr(parallel, field)}: pushkv does not support {name}; set it to 1.")
     settings = ConnectorSettings.read(transfer.kv_connector_extra_config or {}, environ)
-    if settings.overlap == "chunk" and versions.writes_before_hooks(vllm_config):
-        raise SettingsError(
-            "overlap is chunk: vLLM's model runner V2 may zero or copy blocks of a preempted prompt before it tells the"
-            " connector, while a chunk is still read from them; set VLLM_USE_V2_MODEL_RUNNER=0, or overlap to none."
-        )
     tp_size = int(parallel.tensor_parallel_size)
     dp_rank = int(getattr(parallel, "data_parallel_index", 0) or 0)
     last = settings.port + dp_rank * tp_size + tp_size - 1
@@ -80,7 +75,13 @@ def ranks_of(vllm_config: Any) -> Ranks:
 
 
 def rules_of(vllm_config: Any, kv_cache_config: Any, setup: EngineSetup, base: type) -> Rules:
-    """Raises `CacheError` for a model whose cache cannot be moved."""
+    """Raises `CacheError` for a model whose cache cannot be moved, `SettingsError` for one that cannot be sent so."""
+    if setup.settings.overlap == "chunk" and versions.writes_before_hooks(vllm_config, kv_cache_config):
+        raise SettingsError(
+            "overlap is chunk: with several cache groups, vLLM's model runner V2 may zero or copy blocks of a preempted"
+            " prompt before it tells the connector, while a chunk is still read from them; set"
+            " VLLM_USE_V2_MODEL_RUNNER=0, or overlap to none."
+        )
     able = versions.abilities(base)
     groups = versions.transferred_groups(kv_cache_config)
     moved = [

@@ -32,14 +32,14 @@ class Books(enum.Enum):
 
 class Leg:
     __slots__ = (
-        "asked_from", "base", "blocks", "books", "direct", "identity", "kept", "length", "peer", "prompt", "reason",
-        "request_id", "starved", "state", "steps_back", "tokens", "unwanted",
+        "asked_from", "base", "blocks", "books", "direct", "identity", "kept", "length", "peer", "reason",
+        "request_id", "starved", "state", "steps_back", "tokens", "unwanted", "useful",
     )  # fmt: skip
 
     def __init__(self, request_id: str, prompt: int, length: int, tokens: int) -> None:
         self.request_id = request_id
-        self.prompt = prompt  # tokens of the prompt
-        self.length = length  # of which so many move
+        self.length = length  # tokens of the prompt that move
+        self.useful = min(length, prompt - 1)  # that spare work: its last token is computed here in any case
         self.tokens = tokens  # the same, rounded up to what the layout can move
         self.base = 0  # the first token that was asked for
         self.asked_from = 0  # tokens that were computed here when vLLM was last answered

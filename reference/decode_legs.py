@@ -16,7 +16,7 @@ vLLM asks thousands of times a second for each waiting request: an answer is a d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ class DecodeLegs:
         self._office = office
         self._rules = rules
         self._counters = counters
-        self._legs: dict[str, Leg] = {}  # by request id, while vLLM has the request
+        self.legs: dict[str, Leg] = {}  # by request id, while vLLM has the request
         self._booked: dict[str, Leg] = {}  # the same, while the books have the transfer
         self._unasked: dict[str, Leg] = {}  # NEW: told at the end of the step, asked or not
         self._hungry: dict[str, Leg] = {}  # told of tokens to load in this pass, and no blocks since
@@ -48,13 +48,17 @@ class DecodeLegs:
         self._orders = StepOrders()
         self._held = 0  # direct: requests whose blocks vLLM keeps for us, or we from others
         self.pool: Any = None  # vLLM's `BlockPool`, where there is one
-        self._handlers = {
-            ev.Admit: self._admit,
-            ev.Ready: self._ready,
-            ev.Fail: self._fail,
-            ev.Free: self._free,
-            ev.TakeBack: self._take_back,
+        self.ears: dict[type, Callable[[Any], None]] = {
+            kind: partial(self._hear, handler)
+            for kind, handler in {
+                ev.Admit: self._admit,
+                ev.Ready: self._ready,
+                ev.Fail: self._fail,
+                ev.Free: self._free,
+                ev.TakeBack: self._take_back,
+            }.items()
         }
+        """Who hears which news of the office."""
 
     def __len__(self) -> int:
         return len(self._booked)
@@ -71,19 +75,15 @@ class DecodeLegs:
 
     # ------------------------------------------------------------ what vLLM tells and asks
 
-    def knows(self, request_id: str) -> bool:
-        """Whether the request was added."""
-        return request_id in self._legs
-
     def add(self, request: RequestLike) -> None:
         """First sight of a request with `do_remote_prefill`. Later calls for it do nothing."""
-        if request.request_id in self._legs:
+        if request.request_id in self.legs:
             return
         prompt = request.num_prompt_tokens
         length = self._rules.moved(prompt)
         if not length:
             return
-        leg = self._legs[request.request_id] = Leg(request.request_id, prompt, length, self._rules.rounded(length))
+        leg = self.legs[request.request_id] = Leg(request.request_id, prompt, length, self._rules.rounded(length))
         params = request.kv_transfer_params
         assert params is not None
         try:
@@ -100,51 +100,45 @@ class DecodeLegs:
         leg.identity = identity
         self._booked[request.request_id] = self._unasked[request.request_id] = leg
 
-    def matched(self, request: RequestLike, computed: int) -> Answer:
-        """How many tokens can be loaded beyond the `computed` ones; None: ask again later."""
-        leg = self._legs.get(request.request_id)
-        if leg is None:
-            return NOTHING
+    def matched(self, leg: Leg, computed: int) -> Answer:
+        """How many tokens can be loaded beyond the `computed` ones; None: ask again later. Not for WAITING."""
         state = leg.state
-        if state is State.WAITING:
-            return LATER
         if state is State.NEW:
-            if self._useful(leg, computed) <= 0:
+            if leg.useful <= computed:
                 self._dismiss(leg)
                 return NOTHING
             self._arrive(leg, computed)
-            return LATER if leg.state is State.WAITING else NOTHING
+            return LATER
         leg.asked_from = computed
         if leg.steps_back:  # there were no blocks for it: older versions look at nobody behind it then
             leg.steps_back = False
             return LATER
         if state is State.READY:
-            useful = self._useful(leg, computed)
+            useful = leg.useful - computed
             if useful <= 0 or computed < leg.base:
                 return NOTHING
-            self._hungry[request.request_id] = leg
+            self._hungry[leg.request_id] = leg
             return useful, False
         if state is State.ADMITTED:
             if computed != leg.base:  # the blocks would not be those that were asked for
                 self._count("transfers_cancelled:local prefix has changed")
                 self._drop(leg, "local prefix has changed")
                 return NOTHING
-            self._hungry[request.request_id] = leg
+            self._hungry[leg.request_id] = leg
             return leg.length - computed, True
         if state is State.FAILED and not self._rules.recompute and self._rules.may_fail:
-            some = min(self._rules.block_tokens, self._useful(leg, computed))
+            some = min(self._rules.block_tokens, leg.useful - computed)
             if some <= 0:
                 return NOTHING
-            self._hungry[request.request_id] = leg
+            self._hungry[leg.request_id] = leg
             return some, True
         return NOTHING
 
-    def allocated(self, request: RequestLike, blocks: Any, external: int) -> None:
+    def allocated(self, leg: Leg, blocks: Any, external: int) -> None:
         """vLLM has allocated `blocks` (its `KVCacheBlocks`) and counts on `external` tokens of ours."""
-        leg = self._legs.get(request.request_id)
-        if leg is None or leg.state is State.DONE:
-            return
         state = leg.state
+        if state is State.DONE:
+            return
         self._hungry.pop(leg.request_id, None)
         if not external:  # nothing to load: a local prefix that covers it, another connector, or a failure
             if state is State.HOLDING or state is State.FAILING:
@@ -168,7 +162,7 @@ class DecodeLegs:
 
     def finished(self, request: RequestLike) -> None:
         """vLLM is done with `request`, in whatever state. Blocks of a load under way it keeps until our report."""
-        leg = self._legs.pop(request.request_id, None)
+        leg = self.legs.pop(request.request_id, None)
         self._hungry.pop(request.request_id, None)
         if leg is None or leg.state is State.DONE:
             return
@@ -209,15 +203,10 @@ class DecodeLegs:
 
     # ------------------------------------------------------------ what the office says
 
-    def hear(self, news: ev.Record) -> bool:
-        """News of the office; false when it is not about the receiving side."""
-        handler = self._handlers.get(type(news))
-        if handler is None:
-            return False
-        leg = self._booked.get(news.transfer_id)  # type: ignore[attr-defined]
+    def _hear(self, handler: Callable[[Leg, Any], None], news: Any) -> None:
+        leg = self._booked.get(news.transfer_id)
         if leg is not None:
             handler(leg, news)
-        return True
 
     def _admit(self, leg: Leg, news: Any) -> None:
         if leg.state is State.WAITING:
@@ -287,10 +276,6 @@ class DecodeLegs:
             self._drop(leg, "gave way")
 
     # ------------------------------------------------------------ one leg
-
-    def _useful(self, leg: Leg, computed: int) -> int:
-        """Tokens that spare work: the last token of the prompt is computed here in any case."""
-        return min(leg.length, leg.prompt - 1) - computed
 
     def _arrive(self, leg: Leg, computed: int) -> None:
         self._unasked.pop(leg.request_id, None)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pushkv.model.layout import BlockTable, Plan, Slotted
 from pushkv.reference.copies import Copier, Copy, CopyError, runs_of
+from pushkv.reference.lists import Lists
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +97,7 @@ class DeviceCopier:
         self._keep = (*regions, pool)
         self._pool, self._segment_bytes, self._stream = pool, segment_bytes, stream
         self._device = pool.device
+        self._lists = Lists(pool.device) if pool.is_cuda else None
         self._bases = np.asarray([int(tensor.data_ptr()) for tensor in regions], np.int64)
         self._sizes = np.asarray([tensor.numel() for tensor in regions], np.int64)
 
@@ -127,7 +129,8 @@ class DeviceCopier:
 
     def _copy(self, batches: list[Rows], places: Longs, after: Any, gather: bool) -> Copy:
         size = self._segment_bytes
-        return Copy(*self._kernel.run(batches, places, size, self._device, self._stream, after, gather=gather))
+        run = self._kernel.run
+        return Copy(*run(batches, places, size, self._device, self._stream, after, self._lists, gather=gather))
 
     def prepare(self, slotted: Sequence[Slotted], offset: int) -> list[Ahead]:
         """What of a scatter can be worked out before its blocks are known; the part's packed bytes begin at ``offset``.

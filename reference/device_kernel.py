@@ -17,12 +17,11 @@ import triton.language as tl
 
 if TYPE_CHECKING:
     from pushkv.reference.device_copies import Rows
+    from pushkv.reference.lists import Lists
 
 _KINDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _WIDE, _NARROW = (1, 1024), (16, 64)
 """(rows, words) of a tile: for long rows, and for short ones. No more shapes, as each is compiled when first used."""
-_PINNED = range(9, 18)
-"""Powers of two: sizes of the lists that are sent to the device, in words."""
 
 
 @triton.jit(do_not_specialize=["offset", "origins", "runs", "segments", "words"])  # type: ignore[untyped-decorator]
@@ -74,33 +73,42 @@ def run(
     device: torch.device,
     stream: Any,
     after: Any,
+    lists: "Lists | None",
     *,
     gather: bool,
 ) -> tuple[Any, Any]:
     """Enqueue ``batches`` on ``stream``, behind ``after``: (event behind them, what must live until then).
 
-    ``segments``: their addresses. The host does not wait: the lists go to the device from pinned memory, before
-    ``after`` is waited for there.
+    ``segments``: their addresses. ``lists``: for a device. The host does not wait: the lists go to the device from
+    pinned memory that is there already, before ``after`` is waited for there.
     """
     found = list(batches)
     if not found:
         return None, None
-    lists = [np.concatenate((*rows.lists, segments)) for rows in found]
-    sizes = [len(one) for one in lists]
-    if device.type != "cuda":
-        words = torch.from_numpy(np.concatenate(lists))
+    parts = [part for rows in found for part in (*rows.lists, segments)]
+    sizes = [sum(map(len, (*rows.lists, segments))) for rows in found]
+    if lists is None:
+        words = torch.from_numpy(np.concatenate(parts))
         _launch(words, found, sizes, len(segments), segment_bytes, gather)
         return None, words
     with torch.cuda.device(device), torch.cuda.stream(stream):
-        pinned = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
-        np.concatenate(lists, out=pinned.numpy())
-        words = pinned.to(device, non_blocking=True)
-        if after is not None:
-            torch.cuda.current_stream().wait_event(after)
-        _launch(words, found, sizes, len(segments), segment_bytes, gather)
+        whole = sum(sizes)
+        here, there = lists.take(whole)
         event = torch.cuda.Event(blocking=True)
-        event.record()
-    return event, (pinned, words)
+        try:
+            np.concatenate(parts, out=here.numpy()[:whole])
+            _send(here[:whole], there[:whole])
+            if after is not None:
+                torch.cuda.current_stream().wait_event(after)
+            _launch(there, found, sizes, len(segments), segment_bytes, gather)
+        finally:
+            event.record()
+            lists.give(here, there, event)
+    return event, (here, there)
+
+
+def _send(here: torch.Tensor, there: torch.Tensor) -> None:
+    there.copy_(here, non_blocking=True)
 
 
 def _launch(
@@ -126,13 +134,11 @@ def _tile(
 
 
 def warm(device: torch.device, segment_bytes: int, stream: Any, shapes: "Iterable[Rows]", *, gather: bool) -> None:
-    """Compile for ``shapes``, of which nothing is copied, and get the pinned memory that lists will need."""
+    """Compile for ``shapes``, of which nothing is copied."""
     if device.type != "cuda":
         return
     with torch.cuda.device(device), torch.cuda.stream(stream):
-        kept = [torch.empty(1 << power, dtype=torch.int64, pin_memory=True) for power in _PINNED for _ in range(4)]
         words = torch.zeros(1, dtype=torch.int64, device=device)
         for rows in shapes:
             _tile(words, 0, 0, 1, 0, rows, segment_bytes, gather)
         torch.cuda.current_stream().synchronize()
-        del kept

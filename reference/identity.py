@@ -77,34 +77,55 @@ def name_of(request_id: str, *, randomized: bool = True) -> RequestName:
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """One end of a transfer. transfer_id: without the child's numbers, as the other leg must be told. name: the key but
-    for the digest. parts: what decides, beside the tokens, what is in the cache. tokens: vLLM's own list, of which the
-    first `count` and `tail` after them make the prompt.
+    """One end of a transfer, as its request was taken down; what takes time is worked out later, on another thread.
+
+    request_id: vLLM's. given: the router's transfer id, None without one. randomized: vLLM has added its suffix.
+    decides: what decides, beside the tokens, what is in the cache (LoRA request, cache salt, multi-modal features), as
+    vLLM has it. tokens: vLLM's own list, of which the first `count` and `tail` after them make the prompt.
     """
 
-    transfer_id: str
-    name: str
-    parts: tuple[str, ...]
+    request_id: str
+    given: str | None
+    randomized: bool
+    decides: tuple[Any, Any, Any]
     tokens: list[int]
     count: int
     tail: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        return f"Identity({self.name!r}, {self.count + len(self.tail)} tokens)"
+        return f"Identity({self.request_id!r}, {self.given!r}, {self.count + len(self.tail)} tokens)"
+
+    @property
+    def transfer_id(self) -> str:
+        """Without the child's numbers, as the other leg must be told."""
+        return self._name.base if self.given is None else self.given
+
+    @property
+    def _name(self) -> RequestName:
+        return name_of(self.request_id, randomized=self.randomized)
 
     def key(self) -> str:
         """As the protocol knows the transfer. Takes 20 to 60 µs per 1,000 tokens: not for the engine's thread. Raises
         `IdentityError`.
         """
-        return f"{self.name}:{self.digest()}"
+        name = self._name
+        transfer_id = name.base if self.given is None else self.given
+        if len(transfer_id) > MAX_ID:
+            raise IdentityError(f"request id of more than {MAX_ID} characters, no transfer_id")
+        return f"{transfer_id}/{name.prompt}.{name.sample}:{self.digest()}"
 
     def digest(self) -> str:
         """16 hexadecimal digits."""
+        lora, salt, features = self.decides
+        parts = [str(getattr(lora, "lora_name", "") or ""), str(salt or "")]
+        for feature in features or ():
+            position = getattr(feature, "mm_position", None)
+            parts.append(f"{getattr(feature, 'identifier', '')}@{getattr(position, 'offset', '')}")
         state = blake2b(digest_size=8)
-        for part in self.parts:
+        for part in parts:
             raw = part.encode()
             state.update(len(raw).to_bytes(8, "little") + raw)
-        state.update(len(self.parts).to_bytes(8, "little"))
+        state.update(len(parts).to_bytes(8, "little"))
         try:
             for start in range(0, self.count, _PIECE):
                 state.update(array("q", self.tokens[start : min(start + _PIECE, self.count)]).tobytes())
@@ -115,44 +136,36 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 def identify(request: RequestLike, *, randomized: bool = True, cut: int = 0) -> Identity:
-    """The transfer that `request` is one end of; in time that does not depend on the prompt. cut: last tokens that the
-    caller is about to take off `request`. Raises `IdentityError`.
+    """The transfer that `request` is one end of; in time that does not depend on the prompt, and as little as can be.
+    cut: last tokens that the caller is about to take off `request`. Raises `IdentityError`.
     """
-    name = name_of(request.request_id, randomized=randomized)
     given = (request.kv_transfer_params or {}).get("transfer_id")
     if given is not None and (not isinstance(given, str) or not 0 < len(given) <= MAX_ID):
         raise IdentityError(f"transfer_id must be text of 1 to {MAX_ID} characters")
-    transfer_id = name.base if given is None else given
-    if len(transfer_id) > MAX_ID:
-        raise IdentityError(f"request id of more than {MAX_ID} characters, no transfer_id")
     tokens = request.prompt_token_ids
     if tokens is None:
         raise IdentityError("prompt embeddings have no identity")
-    lora = getattr(request, "lora_request", None)
-    parts = [str(getattr(lora, "lora_name", "") or ""), str(getattr(request, "cache_salt", None) or "")]
-    for feature in getattr(request, "mm_features", None) or ():
-        position = getattr(feature, "mm_position", None)
-        parts.append(f"{getattr(feature, 'identifier', '')}@{getattr(position, 'offset', '')}")
-    count = max(0, len(tokens) - cut)
-    full = f"{transfer_id}/{name.prompt}.{name.sample}"
-    return Identity(transfer_id, full, tuple(parts), tokens, count, tuple(tokens[count:]))
+    decides = (
+        getattr(request, "lora_request", None),
+        getattr(request, "cache_salt", None),
+        getattr(request, "mm_features", None),
+    )
+    count = len(tokens)
+    if not cut:
+        return Identity(request.request_id, given, randomized, decides, tokens, count)
+    count = max(0, count - cut)
+    return Identity(request.request_id, given, randomized, decides, tokens, count, tuple(tokens[count:]))
 
 
 def address_of(params: Mapping[str, Any]) -> Address:
     """Where the prefill engine is, from what the router gave. It comes from the network: everything is checked.
     Raises `IdentityError`.
     """
-    given = [params.get(name) for name in ("remote_engine_id", "remote_host", "remote_port", "tp_size")]
+    engine_id, host, port = params.get("remote_engine_id"), params.get("remote_host"), params.get("remote_port")
     try:
-        return _known_address(*((type(value), value) for value in given))
+        return _known_address(engine_id, host, port, params.get("tp_size"))
     except TypeError:  # not even hashable: certainly not what it should be
-        return _address(*given)
-
-
-@functools.lru_cache(256)
-def _known_address(*given: tuple[type, Any]) -> Address:
-    """By type, too: True is not 1."""
-    return _address(*(value for _, value in given))
+        return _address(engine_id, host, port, params.get("tp_size"))
 
 
 def _address(engine_id: Any, host: Any, port: Any, tp_size: Any) -> Address:
@@ -160,6 +173,9 @@ def _address(engine_id: Any, host: Any, port: Any, tp_size: Any) -> Address:
         if not isinstance(value, str) or not 0 < len(value) <= 255 or any(c.isspace() for c in value):
             raise IdentityError(f"{name} is missing or not a name")
     return Address(engine_id, host, _number("remote_port", port, 65535), _number("tp_size", tp_size, 1024))
+
+
+_known_address = functools.lru_cache(256, typed=True)(_address)  # by type, too: True is not 1
 
 
 def _number(name: str, value: Any, most: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -127,12 +127,13 @@ class Office:
         self.ledger = Ledger(settings, ranks)
         self.ranks = ranks
         self.trace: Trace | None = None
-        self._path, self._segment_bytes, self._token_bytes = path, segment_bytes, token_bytes
+        self._fixed = None if path == "auto" else path == "packed"
+        self._segment_bytes, self._token_bytes = segment_bytes, token_bytes
         self._packed_costs_less = packed_costs_less
         self._landing_bytes = landing_bytes
         self._deliver, self._wake, self._stop = deliver, wake, stop
         self._inbox: deque[object] = deque()
-        self._news: deque[ev.Record] = deque()
+        self.news: deque[ev.Record] = deque()
         self._handles = Handles()
         self._tables: dict[str, BlockIds] = {}
         self._loaded: dict[str, set[int]] = {}
@@ -172,29 +173,20 @@ class Office:
         """A request waits for the last ``tokens`` of the ``total`` tokens of ``transfer_id`` from ``peer``."""
         why = "asked for"
         if packed is None:
-            packed, why = self._choose(tokens, max(1, peer.tp_size // self.ranks))
+            packed, why = self._fixed, "by setting"
+            if packed is None:
+                packed, why = self._choose(tokens, max(1, peer.tp_size // self.ranks))
         self._inbox.append(_Arrival(transfer_id, peer, tokens, total, packed, why))
         self._wake()
         return packed
 
     def _choose(self, tokens: int, links: int) -> tuple[bool, str]:
-        """(packed, why): by the setting, then by memory, then by cost."""
-        if self._path != "auto":
-            return self._path == "packed", "by setting"
+        """(packed, why): by memory, then by cost."""
         if not self.fits(tokens, links):
             return False, "larger than the landing memory"
         if not tokens or self._packed_costs_less(tokens):
             return True, "costs less"
         return False, "costs less"
-
-    def news(self) -> Sequence[ev.Record]:
-        """What the ledger has told since the last call, in order."""
-        if not self._news:
-            return ()
-        news: list[ev.Record] = []
-        while self._news:
-            news.append(self._news.popleft())
-        return news
 
     def fits(self, tokens: int, links: int = 1) -> bool:
         """Whether a packed transfer of ``tokens`` tokens can ever be granted landing memory."""
@@ -260,9 +252,9 @@ class Office:
     def _refuse(self, word: object) -> None:
         """The scheduler speaks of a request that has no key."""
         if isinstance(word, _Arrival):
-            self._news.append(self._handles.refused_arrival(word.transfer_id))
+            self.news.append(self._handles.refused_arrival(word.transfer_id))
         else:
-            self._news.extend(self._handles.refusals(word))
+            self.news.extend(self._handles.refusals(word))
 
     def _hosts(self, event: ev.Record, now: float) -> None:
         """An event of the scheduler for the ledger."""
@@ -341,7 +333,7 @@ class Office:
     def _tell(self, action: ev.Record, now: float) -> None:
         if self.trace is not None:
             self.trace.verdict(now, action)
-        self._news.append(self._handles.outward(action))
+        self.news.append(self._handles.outward(action))
 
     def _all(self, command: object) -> None:
         for rank in range(self.ranks):

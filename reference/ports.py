@@ -12,9 +12,12 @@ A transfer id is, for an `Office`, vLLM's request id (`handles.py`), and for a `
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from pushkv.model.layout import Layout
 from pushkv.model.protocol import events as ev
@@ -57,8 +60,7 @@ class RankCard:
     door: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(msgspec.Struct, frozen=True):
     """One request whose landed tokens [first, stop) every rank must scatter into `blocks` before this step's forward.
 
     request_id: vLLM's. The tokens are counted from the prompt's first.
@@ -71,24 +73,27 @@ class Load:
     stop: int
 
 
-@dataclass(slots=True)
-class StepOrders:
+class StepOrders(msgspec.Struct):
     """What every worker does and reports in one step; the scheduler side has decided all of it.
 
     sent, received: requests whose blocks vLLM may free or use. failed: requests whose load failed; they are in
     `received` too, in the same step or later. invalid: blocks of `failed`, for versions that know only those.
     preempted: transfers of prefills that have lost their blocks, which this step may overwrite. step: number of this
-    step. chunks: it computes what is sent chunk by chunk, so that the ranks must hear when it is enqueued.
+    step. chunks: it computes what is sent chunk by chunk, so that the ranks must hear when it is enqueued. early: vLLM
+    neither zeroes nor copies blocks in this step, so that `load` may be begun before it prepares its forward. begun: of
+    `load`, what is under way.
     """
 
-    load: list[Load] = field(default_factory=list)
-    sent: list[str] = field(default_factory=list)
-    received: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    invalid: list[int] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
+    load: list[Load] = []
+    sent: list[str] = []
+    received: list[str] = []
+    failed: list[str] = []
+    invalid: list[int] = []
+    preempted: list[str] = []
     step: int = 0
     chunks: bool = False
+    early: bool = False
+    begun: list[tuple[Load, Loading]] = []
 
     def __bool__(self) -> bool:
         return bool(self.load or self.sent or self.received or self.failed or self.invalid or self.preempted)
@@ -109,6 +114,14 @@ class Office(Protocol):
     @property
     def gauges(self) -> Mapping[str, float]:
         """What is so now; names in `metrics.py`."""
+        ...
+
+    @property
+    def news(self) -> deque[ev.Record]:
+        """What has happened: `Admit`, `Ready`, `Fail`, `Free`, `TakeBack`, `Finished`, `Release`. The engine's thread
+        takes them from the left. Always the same object: vLLM asks thousands of times a second, and a look at an empty
+        queue costs no call.
+        """
         ...
 
     def identify(self, handle: str, identity: Identity, sends: bool) -> None:
@@ -160,13 +173,6 @@ class Office(Protocol):
         """
         ...
 
-    def news(self) -> Sequence[ev.Record]:
-        """What happened since the last call: `Admit`, `Ready`, `Fail`, `Free`, `TakeBack`, `Finished`, `Release`.
-
-        The cost of an empty answer is a look at a queue: vLLM asks thousands of times a second.
-        """
-        ...
-
     def stop(self, drain_s: float) -> None:
         """Waits until what is finished has been sent, `drain_s` at the most, then ends. May be called twice."""
         ...
@@ -208,8 +214,8 @@ class Rank(Protocol):
         """
         ...
 
-    def scatter(self, transfer_id: str, block_ids: BlockIds, first: int, stop: int) -> Loading:
-        """Copies landed tokens [first, stop) into `block_ids`, ordered before whatever the caller does after `wait`.
+    def scatter(self, loads: Sequence[Load]) -> Sequence[Loading]:
+        """Begins all `loads` of a step, in order; each is ordered before whatever the caller does after its `wait`.
 
         When the bytes are out of the landing memory, the rank tells the office, which tells the ledger `Loaded` once
         every rank has said so: nobody else tells `Loaded` for a transfer that is scattered.

@@ -13,7 +13,7 @@ until nothing reads its blocks.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from pushkv.model.protocol import events as ev
@@ -60,9 +60,20 @@ class PrefillLegs:
         self._gave_way = False
         self._sent: list[str] = []
         self._lost_blocks: list[str] = []
+        self.ears: dict[type, Callable[[Any], None]] = {ev.Finished: self._finished, ev.Release: self._release}
+        """Who hears which news of the office."""
 
     def __len__(self) -> int:
         return len(self._booked)
+
+    @property
+    def open(self) -> bool:
+        """Whether it matters to any of them what a step computes."""
+        return bool(self._queued or self._gave_way)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the request was added, as a leg or not."""
+        return request_id in self._legs or request_id in self._plain
 
     @property
     def waiting(self) -> bool:
@@ -189,26 +200,26 @@ class PrefillLegs:
         self._office.command(ev.Computed(leg.request_id, leg.tokens, True))
         return True, params
 
-    def hear(self, news: ev.Record) -> bool:
-        """News of the office; false when it is not about the sending side."""
-        if not isinstance(news, (ev.Release, ev.Finished)):
-            return False
+    def _finished(self, news: ev.Finished) -> None:
+        leg = self._booked.get(news.transfer_id)
+        if leg is not None:
+            leg.verdict = True
+            if leg.released:
+                del self._booked[news.transfer_id]
+
+    def _release(self, news: ev.Release) -> None:
         leg = self._booked.get(news.transfer_id)
         if leg is None:
-            return True
-        if isinstance(news, ev.Finished):
-            leg.verdict = True
-        else:
-            leg.released = True
-            self.running.pop(leg.request_id, None)
-            self._gave_way = False
-            if leg.state is State.SENDING:
-                leg.state = State.OVER
-                self._sending -= 1
-                self._sent.append(leg.request_id)
-        if leg.verdict and leg.released:
+            return
+        leg.released = True
+        self.running.pop(leg.request_id, None)
+        self._gave_way = False
+        if leg.state is State.SENDING:
+            leg.state = State.OVER
+            self._sending -= 1
+            self._sent.append(leg.request_id)
+        if leg.verdict:
             del self._booked[news.transfer_id]
-        return True
 
     def orders(self, out: StepOrders) -> None:
         """Adds what the workers report in this step."""

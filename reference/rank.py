@@ -34,7 +34,7 @@ from pushkv.reference.bell import Bell
 from pushkv.reference.landing import Landing, Loading
 from pushkv.reference.meeting import Meeting, Met
 from pushkv.reference.office import Forget, Office, Open, Table, Total
-from pushkv.reference.ports import BlockIds, RankCard
+from pushkv.reference.ports import Load, RankCard
 from pushkv.reference.prompts import Enqueued, Fence
 from pushkv.reference.sending import Sending
 
@@ -144,13 +144,15 @@ class Rank:
         self._inbox.append(command)
         self.wake()
 
-    def scatter(self, transfer_id: str, block_ids: BlockIds, first: int, stop: int) -> Loading:
-        """Copy what has landed, from token ``first`` on, into ``block_ids`` (which begin with the prompt's first
-        token). What is past ``stop`` is copied too when it has landed: the forward writes it anew.
+    def scatter(self, loads: Sequence[Load]) -> Sequence[Loading]:
+        """Copy what has landed into the blocks of ``loads`` (which begin with the prompt's first token), from its
+        ``first`` token on. What is past ``stop`` is copied too when it has landed: the forward writes it anew.
         """
-        loading = Loading(transfer_id, block_ids, first, self._mark())
-        self.receive(loading)
-        return loading
+        mark = self._mark()
+        loadings = [Loading(one.transfer_id, one.blocks, one.first, mark) for one in loads]
+        self._inbox.extend(loadings)
+        self.wake()
+        return loadings
 
     def _mark(self) -> Any:
         """Where the calling thread's stream stands: blocks may still be used by what is enqueued there."""

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pushkv.model.protocol import events as ev
-from pushkv.reference.decode_legs import NOTHING, Answer, DecodeLegs
+from pushkv.reference.decode_leg import State
+from pushkv.reference.decode_legs import LATER, NOTHING, Answer, DecodeLegs
 from pushkv.reference.identity import RequestLike
 from pushkv.reference.ports import IDLE, BlockIds, Office, StepOrders
 from pushkv.reference.prefill_legs import PrefillLegs
 from pushkv.reference.progress import progress
 from pushkv.reference.rules import Rules
+from pushkv.reference.versions import writes_blocks
 
 
 class SchedulerSide:
@@ -27,10 +28,13 @@ class SchedulerSide:
 
     def __init__(self, office: Office, rules: Rules) -> None:
         self._office = office
+        self._news = office.news
         self._rules = rules
         self.counters: dict[str, float] = {}
         self.prefill = PrefillLegs(office, rules, self.counters)
         self.decode = DecodeLegs(office, rules, self.counters)
+        self._legs = self.decode.legs
+        self._ears = self.decode.ears | self.prefill.ears
         self._step = 0
 
     def on_new_request(self, request: RequestLike) -> None:
@@ -44,18 +48,26 @@ class SchedulerSide:
             self.prefill.add(request)
 
     def matched_tokens(self, request: RequestLike, computed: int) -> Answer:
-        """`get_num_new_matched_tokens`."""
-        if not request.kv_transfer_params:
-            return NOTHING
-        self._hear()
-        if not self.decode.knows(request.request_id):
+        """`get_num_new_matched_tokens`. Asked in every pass for every request that waits: the usual answer first."""
+        if self._news:
+            self._hear()
+        leg = self._legs.get(request.request_id)
+        if leg is None:
+            if not request.kv_transfer_params or self.prefill.knows(request.request_id):
+                return NOTHING
             self.on_new_request(request)
-        return self.decode.matched(request, computed)
+            leg = self._legs.get(request.request_id)
+            if leg is None:
+                return NOTHING
+        if leg.state is State.WAITING:
+            return LATER
+        return self.decode.matched(leg, computed)
 
     def allocated(self, request: RequestLike, blocks: Any, external: int) -> None:
         """`update_state_after_alloc`."""
-        if request.kv_transfer_params:
-            self.decode.allocated(request, blocks, external)
+        leg = self._legs.get(request.request_id)
+        if leg is not None:
+            self.decode.allocated(leg, blocks, external)
 
     def step(self, scheduled: Mapping[str, int], preempted: set[str] | None, output: Any = None) -> StepOrders:
         """`build_connector_meta`: the end of a scheduling pass; what the workers do and report in this step.
@@ -64,17 +76,21 @@ class SchedulerSide:
         since the last one. output: vLLM's `SchedulerOutput`: the chunks of prefills are read from it, and block lists
         that vLLM has made already.
         """
-        self._hear()
+        if self._news:
+            self._hear()
         self._step += 1
-        self.prefill.scheduled(scheduled, preempted or ())
-        chunks = self._rules.chunked and bool(self.prefill.running) and output is not None
-        if not (chunks or self.prefill.stirs or self.decode.stirs):
+        prefill, decode = self.prefill, self.decode
+        if prefill.open or preempted:
+            prefill.scheduled(scheduled, preempted or ())
+        chunks = bool(prefill.running) and output is not None
+        if not (chunks or prefill.stirs or decode.stirs):
             return IDLE
         orders = StepOrders(step=self._step)
         if chunks:
-            orders.chunks = self.prefill.computes(progress(output, self.prefill.running), self._step)
-        self.prefill.orders(orders)
-        self.decode.step(bool(scheduled), output, orders)
+            orders.chunks = prefill.computes(progress(output, prefill.running), self._step)
+        prefill.orders(orders)
+        decode.step(bool(scheduled), output, orders)
+        orders.early = bool(orders.load) and not writes_blocks(output)
         return orders
 
     def finished(
@@ -83,7 +99,9 @@ class SchedulerSide:
         """`request_finished_all_groups`; complete: it ended by length or by a stop, not by an abort or an error."""
         if not request.kv_transfer_params:
             return False, None
-        self.decode.finished(request)
+        if request.request_id in self._legs:
+            self.decode.finished(request)
+            return False, None
         selected: BlockIds = self._rules.select(blocks) if blocks else ()
         return self.prefill.finished(request, selected, complete)
 
@@ -114,10 +132,12 @@ class SchedulerSide:
         return counters, {**self._office.gauges, **gauges}
 
     def _hear(self) -> None:
-        for news in self._office.news():
-            if not self.decode.hear(news) and not self.prefill.hear(news):
-                self._unknown(news)
-
-    def _unknown(self, news: ev.Record) -> None:
-        name = f"unknown_{type(news).__name__.lower()}"
-        self.counters[name] = self.counters.get(name, 0) + 1
+        queue = self._news
+        while queue:
+            news = queue.popleft()
+            hear = self._ears.get(type(news))
+            if hear is not None:
+                hear(news)
+            else:
+                name = f"unknown_{type(news).__name__.lower()}"
+                self.counters[name] = self.counters.get(name, 0) + 1

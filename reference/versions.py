@@ -11,7 +11,7 @@ does about each hook. `check` compares the hooks with what is written here: a te
 | `start_load_kv` | before the forward, always | before it only if a synchronous load is due | loads are synchronous |
 | `wait_for_save` on empty steps | no | yes | only steps that compute something matter |
 | `handle_preemptions` | when something was preempted | always | what it does is done at `bind_connector_metadata` too |
-| model runner V2 | if asked for | if asked for (0.33: by itself) | it writes before the hooks: no `overlap: chunk` |
+| model runner V2 | for some models | for most | with several cache groups: no `overlap: chunk` |
 | prefill preempted in its last step | delivered without its blocks | computed again | older: the transfer is aborted |
 | `register_cross_layers_kv_cache` | when preferred | gone | never preferred |
 | cache manager | `bind_gpu_block_pool` | `bind_kv_cache_manager` calls it | the pool is used where it is told of |
@@ -197,13 +197,22 @@ def lookahead_tokens(vllm_config: Any) -> int:
     return max(0, int(getattr(vllm_config, "num_prefill_lookahead_tokens", 1) or 1) - 1)
 
 
-def writes_before_hooks(vllm_config: Any) -> bool:
+def writes_before_hooks(vllm_config: Any, kv_cache_config: Any) -> bool:
     """Whether a step may write into blocks of what it preempts before the connector hears of it: model runner V2 zeroes
-    new blocks and copies shared ones before its hooks. Only where it runs: on accelerators.
+    new blocks and copies shared ones before its hooks. It runs on accelerators only, zeroes for recurrent layers, and
+    copies where a prefix can end within a block: both take several cache groups.
     """
     if str(getattr(getattr(vllm_config, "device_config", None), "device_type", "")) == "cpu":
         return False
-    return bool(getattr(vllm_config, "use_v2_model_runner", False))
+    return bool(getattr(vllm_config, "use_v2_model_runner", False)) and len(kv_cache_config.kv_cache_groups) > 1
+
+
+def writes_blocks(scheduler_output: Any) -> bool:
+    """Whether a step zeroes or copies blocks before its forward, of which a scatter begun before it might be undone.
+    True when that cannot be told.
+    """
+    names = ("new_block_ids_to_zero", "kv_cache_block_copies")
+    return any(getattr(scheduler_output, name, True) for name in names)
 
 
 def ids_are_randomized() -> bool:

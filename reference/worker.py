@@ -17,6 +17,13 @@ from pushkv.reference.memory import free_and_margin, sizes
 from pushkv.reference.ports import EngineSetup, OpenRank, Rank, RankCard, StepOrders
 
 
+def begin_loads(rank: Rank, orders: StepOrders) -> None:
+    """Scatters behind all that the calling thread has enqueued by now. A second call in a step finds nothing to do."""
+    loads, orders.load = orders.load, []
+    if loads:
+        orders.begun += zip(loads, rank.scatter(loads), strict=True)
+
+
 class WorkerSide:
     """One per worker process (at TP1 in the scheduler's). Every call comes from the worker's thread."""
 
@@ -55,10 +62,16 @@ class WorkerSide:
         return None if self.rank is None else self.rank.card
 
     def preempted(self, orders: StepOrders) -> None:
-        """`handle_preemptions`: before this step overwrites what was preempted."""
-        if orders.preempted and self.rank is not None:
+        """`handle_preemptions`: before this step overwrites what was preempted; with model runner V1 also before vLLM
+        prepares its forward, which takes about as long as a scatter.
+        """
+        if self.rank is None:
+            return
+        if orders.preempted:
             preempted, orders.preempted = orders.preempted, []
             self.rank.fence(preempted, orders.step)
+        if orders.early:
+            begin_loads(self.rank, orders)
 
     def begin(self, orders: StepOrders) -> None:
         """`bind_connector_metadata`: what this step reports, whichever hook asks for it first. Older versions do not
@@ -73,13 +86,14 @@ class WorkerSide:
         self._invalid.update(orders.invalid)
 
     def load(self, orders: StepOrders) -> None:
-        """`start_load_kv`: all scatters are begun, then all are waited for."""
-        if not orders.load or self.rank is None:
+        """`start_load_kv`: all scatters are begun, then all waited for, the last one first: when it is begun, so are
+        the others, and this thread sleeps once.
+        """
+        if not (orders.load or orders.begun) or self.rank is None:
             return
-        loads, orders.load = orders.load, []  # a second call in this step finds nothing to do
-        rank = self.rank
-        begun = [(one, rank.scatter(one.transfer_id, one.blocks, one.first, one.stop)) for one in loads]
-        for one, loading in begun:
+        begin_loads(self.rank, orders)
+        begun, orders.begun = orders.begun, []
+        for one, loading in reversed(begun):
             if not loading.wait():
                 self._invalid.update(block for group in one.blocks for block in group)
 

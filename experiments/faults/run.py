@@ -3,6 +3,7 @@
     .venv-e2e/bin/python experiments/faults/run.py                       # both, and the table
     .venv-e2e/bin/python experiments/faults/run.py --connector pushkv    # one anew; the other from its last run
     .venv-e2e/bin/python experiments/faults/run.py --file test_faults_kill.py    # only these tests anew
+    .venv-e2e/bin/python experiments/faults/run.py --file test_faults_kill.py --match direct    # of those, these
     .venv-e2e/bin/python experiments/faults/run.py --table-only
 
 The tests are those of ``make e2e``; every outcome goes to ``results/<connector>.jsonl``, the table to ``README.md``.
@@ -59,14 +60,15 @@ TITLES = {
 }
 
 
-def run(connector: str, files: list[str]) -> None:
+def run(connector: str, files: list[str], match: str) -> None:
     """Run the tests with one connector; what they say replaces what was known of them."""
     outcomes = HERE / "results" / f"{connector}.jsonl"
-    known = {} if not files else {row["test"]: row for row in rows_of(outcomes)}
+    known = {} if not files and not match else {row["test"]: row for row in rows_of(outcomes)}
     fresh = outcomes.with_suffix(".new")
     fresh.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "--confcutdir=tests/e2e", "-q", "--tb=no", "-m", "fault"]
     command += [f"tests/e2e/{name}" for name in files] or ["tests/e2e"]
+    command += ["-k", match] if match else []
     subprocess.run([*command, "--connector", connector, "--outcomes", str(fresh)], cwd=ROOT, check=False)
     known |= {row["test"]: row for row in rows_of(fresh)}
     fresh.unlink(missing_ok=True)
@@ -124,10 +126,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connector", choices=sorted(NAMES), action="append", help="run this one (default: both)")
     parser.add_argument("--file", action="append", default=[], help="run the tests of this file only")
+    parser.add_argument("--match", default="", help="run only the tests whose names match, as pytest's -k")
     parser.add_argument("--table-only", action="store_true", help="run nothing, print what the last runs found")
     chosen = parser.parse_args()
     for name in () if chosen.table_only else chosen.connector or NAMES:
-        run(name, chosen.file)
+        run(name, chosen.file, chosen.match)
     text = table()
     page = HERE / "README.md"
     before, _, _ = page.read_text(encoding="utf-8").partition("<!-- table -->")

@@ -63,7 +63,7 @@ async def complete(
         "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
-        "stream": name == "D",
+        "stream": name == "D" or (params is None and tokens > 1),
         "return_token_ids": True,
     }
     if params is not None:
@@ -75,7 +75,7 @@ async def complete(
     async with session.post(URL[name] + "/v1/completions", json=body, headers=headers) as answer:
         if answer.status != 200:
             raise RuntimeError(f"{name}: {answer.status} {(await answer.text())[:200]}")
-        if name == "P":
+        if not body["stream"]:
             return (await answer.json()).get("kv_transfer_params"), [], []
         async for line in answer.content:
             if line.startswith(b"data: {"):

@@ -6,7 +6,8 @@ Needs vLLM, NIXL and pushkv installed, and two GPUs of one host. Every mode gets
 weights that are equal on both sides. Rows:
 
     open:LENGTH:QPS:N    N requests by themselves, 64 tokens each
-    busy:LENGTH:QPS:N    the same, 2 tokens each, with --decodes decodes on D, which are measured without them first
+    busy:LENGTH:QPS:N    the same, 2 tokens each, with --decodes decodes on D, which are measured without them first;
+                         busy:LENGTH:QPS:N:TOKENS sets their length (200): D computes the next one's short prompt itself
     loop:LENGTH:N        P is never idle: two requests at a time; P computes the same prompts alone first
     mixed:QPS:N          lengths of every kind, and how many are lost
 
@@ -27,6 +28,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ class Run:
             lengths = [min(length, self.options.max_len - 100) for length in lengths]
             found = await self._open(row, lengths, float(numbers[0]), 16)
         elif kind == "busy":
-            found, extra = await self._busy(row, int(numbers[0]), float(numbers[1]), int(numbers[2]))
+            found, extra = await self._busy(row, int(numbers[0]), float(numbers[1]), *map(int, numbers[2:]))
         elif kind == "loop":
             found, extra = await self._loop(row, int(numbers[0]), int(numbers[1]))
         else:
@@ -78,10 +80,12 @@ class Run:
         prompts = prompts_of(row, lengths, self.options.seed)
         return await arrivals(self.session, self.mode, row, prompts, qps, tokens, self.options.seed)
 
-    async def _busy(self, row: str, length: int, qps: float, count: int) -> tuple[list[Served], dict[str, Any]]:
+    async def _busy(
+        self, row: str, length: int, qps: float, count: int, tokens: int = 200
+    ) -> tuple[list[Served], dict[str, Any]]:
         extra: dict[str, Any] = {"decodes": self.options.decodes}
         prompts = prompts_of(row, [length] * count, self.options.seed)
-        async with decodes(self.session, self.options.decodes) as ended:
+        async with decodes(self.session, self.options.decodes, tokens) as ended:
             await asyncio.sleep(self.options.baseline_s)
             alone = [1e3 * served.tpot_s for served in ended if not served.error]
             ended.clear()
@@ -160,7 +164,7 @@ async def main(options: argparse.Namespace) -> int:
     return 0 if lines else 1
 
 
-def options() -> argparse.Namespace:
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(SHAPES), default="8b")
@@ -182,6 +186,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--queues", default="4x", help="CUDA_SCALE_LAUNCH_QUEUES of the servers; '' leaves it alone")
     parser.add_argument("--landing-bytes", type=int, default=5 << 30)
     parser.add_argument("--staging-bytes", type=int, default=2 << 30)
+    parser.add_argument("--connector", default="pushkv.reference.connector:PushConnector", metavar="MODULE:CLASS")
     parser.add_argument("--settings", default="{}", help="further settings of pushkv, as JSON")
     parser.add_argument("--serve", default="", help="further arguments of both servers")
     parser.add_argument("--serve-p", default="", help="further arguments of the prefill server")
@@ -189,7 +194,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=480, help="no further row begins after this")
     parser.add_argument("--patience-s", type=float, default=120, help="until a request counts as lost")
     parser.add_argument("--out", type=Path, default=Path("out/gpu_handover"))
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -78,14 +78,16 @@ def make_model(name: str, folder: Path) -> None:
 
 def transfer_config(mode: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """``--kv-transfer-config`` of server ``name``."""
+    role = getattr(options, "role", "") or ("kv_producer" if name == "P" else "kv_consumer")
     config: dict[str, Any] = {
         "kv_connector": UPSTREAM.get(mode, "PushConnector"),
-        "kv_role": "kv_producer" if name == "P" else "kv_consumer",
+        "kv_role": role,
         "engine_id": name,
         "kv_buffer_device": options.device,
     }
     if mode in OURS:
-        config["kv_connector_module_path"] = "pushkv.reference.connector"
+        module, config["kv_connector"] = options.connector.split(":")
+        config["kv_connector_module_path"] = module
         config["kv_connector_extra_config"] = {
             "host": "127.0.0.1",
             "port": SIDE[name],
@@ -104,9 +106,10 @@ def records(out: Path, mode: str, name: str) -> Path:
 
 
 def serve(mode: str, name: str, model: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
-    """Start server ``name`` on its GPU."""
+    """Start server ``name`` on its GPU; mode ``none`` is vLLM without a connector."""
     environment = {
         **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))),
         "CUDA_VISIBLE_DEVICES": str("PD".index(name)),
         "CUDA_DEVICE_MAX_CONNECTIONS": str(options.connections),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
@@ -130,7 +133,7 @@ def serve(mode: str, name: str, model: Path, options: argparse.Namespace) -> sub
         *("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", str(options.max_len)),
         *("--max-num-seqs", str(options.seqs), "--no-enable-prefix-caching"),
         *("--gpu-memory-utilization", str(options.memory)),
-        *("--kv-transfer-config", json.dumps(transfer_config(mode, name, options))),
+        *(() if mode == "none" else ("--kv-transfer-config", json.dumps(transfer_config(mode, name, options)))),
         *(("--enforce-eager", "--block-size", "32") if options.device == "cpu" else ()),
         *(() if options.compiled or options.device == "cpu" else ("--compilation-config", json.dumps(compilation))),
         *options.serve.split(),

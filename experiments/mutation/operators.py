@@ -112,7 +112,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], ast.AST]]]:
 def _sites(function: ast.AST) -> Iterator[ast.AST]:
     """The nodes of one function that may be changed, nested functions apart."""
     for name, value in ast.iter_fields(function):
-        if name in ("args", "decorator_list", "returns", "annotation", "type_comment"):
+        if name in ("decorator_list", "returns", "annotation", "type_comment") or isinstance(value, ast.arguments):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, (*FUNCTIONS, ast.ClassDef, ast.JoinedStr)) or not isinstance(child, ast.AST):

@@ -90,8 +90,8 @@ def scatter_ahead(shard: Shard, part: Part) -> tuple[Slotted, ...]:
     for bundle, tile in _tiles(shard, part):
         side = bundle.dst
         stride = side.ratio * side.block_stride
-        reach = (side.ratio - 1) * side.block_stride + (side.block_tokens - 1) * side.token_stride
-        if bundle.kind is not GroupKind.FULL or reach >= 2 * stride:
+        apart_in_memory = side.block_tokens > 1 and side.token_stride >= side.block_stride  # a block is in many places
+        if bundle.kind is not GroupKind.FULL or apart_in_memory:
             raise LayoutError("blocks of this kind are planned when they are known")
         tokens = shard.dst_groups[side.group].block_tokens
         low, high = tile.start // tokens, -(-tile.stop // tokens)
@@ -142,7 +142,7 @@ def _tiles(shard: Shard, part: Part) -> Iterator[tuple[Bundle, _Tiles]]:
             size *= bundle.dims[axis].extent
         origins = len(side.base)
         # With tokens outermost in a block, their distance does not depend on the block: the whole range is one tile.
-        whole = bundle.kind is GroupKind.STATE or inside[0] == token
+        whole = inside[0] == token
         for first, last, tile in [(start, stop, stop - start)] if whole else _stretches(start, stop, side.block_tokens):
             step = bundle.row_bytes
             for axis in reversed(inside):

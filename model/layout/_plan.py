@@ -305,7 +305,7 @@ def _melt(
     while touching := [dim for dim in rest if dim.src_stride == dim.dst_stride == length]:
         rest.remove(touching[0])
         length *= touching[0].extent
-    by_token = tokens > 1 and token in rest
+    by_token = token in rest
     if by_token:
         rest.remove(token)
     return length, by_token, tuple(rest)

@@ -249,7 +249,7 @@ def block_table(ids: Sequence[int] | npt.NDArray[np.integer], first_token: int =
         array = np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise BlockError(f"block ids are not a flat list of integers but {array.ndim}-d {array.dtype}")
-    if array.dtype.kind == "u" and array.size and int(array.max()) >= 1 << 63:
+    if array.dtype.kind == "u" and int(array.max()) >= 1 << 63:
         raise BlockError(f"block id {int(array.max())} is beyond any pool")
     if first_token < 0:
         raise RangeError(f"a block table that begins at token {first_token}")
@@ -282,7 +282,7 @@ class Part:
     def tail(cls, src_tokens: int, wanted: int) -> Part:
         """D's last `wanted` tokens of the `src_tokens` that P holds. The tails align: D's first slot gets P's token
         `src_tokens - wanted`. Raises `RangeError` if P holds fewer than D wants."""
-        if wanted < 0 or src_tokens < 0:
+        if wanted < 0:
             raise RangeError(f"{wanted} tokens wanted of {src_tokens}")
         if wanted > src_tokens:
             raise RangeError(f"P holds {src_tokens} tokens, D wants the last {wanted}")

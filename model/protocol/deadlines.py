@@ -1,12 +1,13 @@
 """Deadlines of many records: a heap that forgets what was disarmed.
 
 A record carries its own due time in ``due``; an entry whose time is not that any more is stale and skipped. The heap is
-rebuilt when stale entries outnumber the live ones, so it stays bounded by what is armed.
+rebuilt when stale entries outnumber the live ones, so it stays bounded by what is armed. (A record that is disarmed and
+armed for the same time again has two entries that are both right: the earlier one counts.)
 """
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
 NEVER = float("inf")
@@ -66,8 +67,11 @@ class Deadlines(Generic[T]):
         heap = self._heap
         heappush(heap, (at, order, record))
         if len(heap) > 2 * self._armed + 64:
-            self._heap = [entry for entry in heap if entry[2].due == entry[0]]
-            heapify(self._heap)
+            first: dict[int, tuple[float, int, T]] = {}
+            for entry in sorted(heap):
+                if entry[2].due == entry[0]:
+                    first.setdefault(id(entry[2]), entry)
+            self._heap = list(first.values())  # sorted is a heap
 
     def disarm(self, record: T) -> None:
         """``record`` does not fire. Harmless when it was not armed."""

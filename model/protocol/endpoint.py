@@ -97,6 +97,8 @@ class Endpoint:
             handler(event, now, out)
         if now >= self.alarm.at:
             self._ring(now, out)
+        if self.receiver.wanted:
+            self._register_again(now, out)
         if self._dropped:
             out.extend(self._dropped)
             self._dropped.clear()
@@ -145,7 +147,7 @@ class Endpoint:
     def _introduced(self, link: ev.Link, peer: Peer | None, message: msg.Message, now: float, out: Out) -> None:
         """Greetings, and words that are not between two who know each other: those are not heard, but lead to one."""
         if isinstance(message, msg.Hello):
-            self._greetings(peer or self._peer(link), message, now, out)
+            self._greetings(self._peer(link), message, now, out)
             return
         if isinstance(message, msg.Welcome):
             if peer is not None:
@@ -238,6 +240,13 @@ class Endpoint:
         for link in e.links:
             self._want(self._peer(link), now, out)
 
+    def _register_again(self, now: float, out: Out) -> None:
+        wanted, self.receiver.wanted = self.receiver.wanted, []
+        for link in wanted:
+            if self.receiver.waits(link):
+                self._want(self._peer(link), now, out)
+                self.receiver.register(link, now, out)
+
     def _greet(self, e: ev.Greet, now: float, out: Out) -> None:
         self._want(self._peer(e.link), now, out)
 
@@ -252,7 +261,6 @@ class Endpoint:
         peer = self.peers.get(e.link)
         if peer is not None and peer.unfit(e, out):
             self.receiver.link_refused(e.link, e.reason, out)
-            self._rearm(peer)
 
     def _process_gone(self, e: ev.ProcessGone, now: float, out: Out) -> None:
         peer = self.peers.get(e.link)

@@ -232,8 +232,8 @@ class Ledger:
 
     def _loaded(self, e: ev.Loaded, out: Out) -> None:
         entry = self._in.get(e.transfer_id)
-        if entry is None or entry.state is not READY:
-            raise LocalProtocolError(f"{e.transfer_id} is not ready: it cannot have been loaded")
+        if entry is None:
+            raise LocalProtocolError(f"{e.transfer_id} is not known: it cannot have been loaded")
         entry.move("loaded")
         self._close(entry, out)
 

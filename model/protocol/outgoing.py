@@ -20,11 +20,10 @@ _WITHOUT_MEMORY, _WITH_MEMORY = Sending.REGISTERED, Sending.PROMISED
 PACKING: Final = 0
 POSTABLE: Final = 1
 CLAIMED: Final = 2
-BROKEN: Final = 3
 
 
 class Write:
-    """One part of one shard on its way: packing, postable, claimed (active), broken (perhaps active)."""
+    """One part of one shard on its way: packing, postable, claimed (active, or broken and perhaps active)."""
 
     __slots__ = ("bytes", "due", "handle", "last", "part", "shard", "stage", "start", "stop")
 

@@ -179,7 +179,6 @@ class Peer:
             return False
         self.refusal = e.reason
         self.move("refuse")
-        self.wake_at = NEVER
         if self._answer:
             self._welcome(out)
         return True
@@ -218,24 +217,18 @@ class Peer:
         """A deadline has come: ``"beat"``, ``"silence"``, ``"lapsed"``, ``"unreachable"``, ``"drained"`` or ``""`` is
         for the endpoint to act on.
         """
+        self.wake_at = NEVER
         if self.state is DRAINING:
             self.move("drained")
-            self.wake_at = NEVER
             out.append(ev.Disconnect(self.link, self.incarnation))
             return "drained"
         if self.state is GREETING:
             if not busy:
                 self.move("abandon")
-                self.wake_at = NEVER
                 return ""
-            if now - self._heard >= self._set.suspect_after_s:
-                self._heard = now
-                self._greet(now, out)
-                return "unreachable"
             self._greet(now, out)
-            return ""
+            return "unreachable" if now - self._heard >= self._set.suspect_after_s else ""
         if not busy:
-            self.wake_at = NEVER
             if self.state is SUSPECT:
                 self.move("lapse")
                 return "lapsed"

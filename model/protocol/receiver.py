@@ -60,8 +60,7 @@ class Receiver(Registrations):
         state = self._link(link)
         state.incarnation = incarnation
         state.highest = max(state.highest, floor)
-        if floor and state.live:
-            self._end_or_register_again(state, floor, "forgotten by the sender", out)
+        self._end_or_register_again(state, floor, "forgotten by the sender", out)
         state.up, state.silent = True, False
         self._send_unsent(state, now, out)
 
@@ -122,6 +121,7 @@ class Receiver(Registrations):
         shard.link.unsent.append(shard)
         shard.parts.clear()
         shard.tokens, shard.parts_in_all = 0, -1
+        shard.registered_at = 0.0
 
     def waits(self, link: ev.Link) -> bool:
         """Whether something is still to be registered on ``link``."""
@@ -197,8 +197,7 @@ class Receiver(Registrations):
             if not transfer.requeue:
                 transfer.requeue = True
                 out.append(ev.Broken(transfer.transfer_id, m.reason))
-                self._withdraw_all(transfer, out)
-            self._retire(shard, out)
+            self._retire(shard, out)  # and the others are asked to give way
         elif shard is not None and m.reason == msg.FORGOTTEN and shard.state in (REGISTERED, EXPOSED):
             self._again(shard)
         else:
@@ -232,8 +231,8 @@ class Receiver(Registrations):
             raise LocalProtocolError(f"{e.transfer_id}: links must be one or more, each once, got {e.links}")
         transfer = Expected(e.transfer_id, e.tokens, e.packed, e.fanout, e.memory, len(e.links))
         self._transfers[e.transfer_id] = transfer
-        if e.tokens == 0 and transfer.memory is None:
-            transfer.memory = ()
+        if e.tokens == 0:
+            transfer.memory = ()  # none is written to
         self.deadlines.arm(transfer, now + self._set.wait_s)
         for key in e.links:
             link = self._link(key)
@@ -241,11 +240,11 @@ class Receiver(Registrations):
             transfer.shards.append(shard)
             link.unsent.append(shard)
         for key in e.links:
-            link = self._links[key]
-            if link.up and not link.silent:
-                self._send_unsent(link, now, out)
-            if self._links[key].silent:
-                self.link_refused(key, "peer silent", out)
+            self.register(key, now, out)
+
+    def register(self, link: ev.Link, now: float, out: Out) -> None:
+        """What waits for ``link`` is registered there, if that can be done now."""
+        self._send_unsent(self._links[link], now, out)
 
     def expose(self, e: ev.Expose, now: float, out: Out) -> None:
         """The destination is there: grant it. Ignored when the verdict fell meanwhile: the ledger gets ``Settled``

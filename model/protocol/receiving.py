@@ -28,19 +28,27 @@ class Registrations:
         self._transfers: dict[str, Expected] = {}
         self.deadlines: Deadlines[Expected] = Deadlines(alarm)
         self._issued = 0
+        self.wanted: list[ev.Link] = []
+        """Links on which something is registered anew that was withdrawn: the endpoint must look after them again."""
         self.counters: dict[str, int] = {}
 
     # ------------------------------------------------------------ one shard
 
     def _send_unsent(self, link: ReceiverLink, now: float, out: Out) -> None:
+        """Register what waits for ``link``, where it is up; what is meant for a silent peer ends."""
+        if not link.up:
+            return
         unsent, link.unsent = link.unsent, []
         for shard in unsent:
-            self._register(shard, now, out)
+            if link.silent:
+                self._end(shard, "peer silent", out)
+            else:
+                self._register(shard, now, out)
 
     def _register(self, shard: Shard, now: float, out: Out) -> None:
         link, transfer = shard.link, shard.transfer
         link.highest += 1
-        shard.attempt, shard.registered_at = link.highest, now
+        shard.attempt, shard.registered_at = link.highest, shard.registered_at or now
         link.live[shard.attempt] = shard
         shard.move("send" if transfer.memory is None else "send_exposed")
         transfer.exposed = transfer.exposed or (transfer.memory is not None and transfer.tokens > 0)
@@ -126,24 +134,26 @@ class Registrations:
                 transfer.verdict = transfer.settled = True
                 out.append(ev.Landed(transfer.transfer_id))
             elif transfer.requeue and landed:
-                self._resume(transfer, out)
-                return
+                self._resume(transfer)
             elif not transfer.requeue:
                 transfer.verdict = True
                 out.append(ev.Broken(transfer.transfer_id, transfer.reason))
         if transfer.open == 0 or (transfer.verdict and not transfer.exposed):
             self._settled(transfer, out)
 
-    def _resume(self, transfer: Expected, out: Out) -> None:
+    def _resume(self, transfer: Expected) -> None:
         """It gave way too late: some of it has landed, and is not sent twice. The rest is registered again, in the same
-        memory.
+        memory; nothing was open on those links meanwhile, so they may have gone to sleep or be forgotten.
         """
         transfer.requeue, transfer.reason = False, ""
         for index, old in enumerate(transfer.shards):
             if old.state is ENDED:
-                transfer.shards[index] = shard = Shard(old.link, transfer)
+                link = self._link(old.link.key)
+                transfer.shards[index] = shard = Shard(link, transfer)
+                shard.registered_at = old.registered_at
                 transfer.open += 1
-                self._register(shard, old.registered_at, out)
+                link.unsent.append(shard)
+                self.wanted.append(link.key)
 
     def _settled(self, transfer: Expected, out: Out) -> None:
         """Forget the transfer here. Shards that are still open, and were never given anything, are closed by their
@@ -155,8 +165,8 @@ class Registrations:
         if self._transfers.get(transfer.transfer_id) is transfer:
             del self._transfers[transfer.transfer_id]
             self.deadlines.disarm(transfer)
-            if transfer.open == 0:
-                transfer.shards = []  # they name each other: so that they are freed at once
+        if transfer.open == 0:
+            transfer.shards = []  # they name each other: so that they are freed at once
 
     def _open(self, link: ev.Link, attempt: int) -> Shard | None:
         state = self._links.get(link)

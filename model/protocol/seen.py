@@ -40,9 +40,6 @@ class Seen:
 
     def add(self, number: int) -> None:
         """Mark ``number`` as seen."""
-        if number == self.floor + 1 and not self._runs:
-            self.floor = number
-            return
         if number in self:
             return
         at = bisect_right(self._runs, (number, 0))
@@ -53,9 +50,7 @@ class Seen:
             at -= 1
             low = self._runs.pop(at)[0]
         self._runs.insert(at, (low, high))
-        if len(self._runs) > self._max_runs:
-            self.floor = self._runs[0][0] - 1
-        self.raise_floor(self.floor)
+        self.raise_floor(self._runs[0][1] if len(self._runs) > self._max_runs else self.floor)
 
     def raise_floor(self, floor: int) -> None:
         """All numbers up to ``floor`` count as seen."""

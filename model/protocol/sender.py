@@ -12,7 +12,7 @@ from typing import Final
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.model.protocol.errors import LocalProtocolError
-from pushkv.model.protocol.outgoing import BROKEN, CLAIMED, PACKING, POSTABLE, SenderLink, Shard, Transfer
+from pushkv.model.protocol.outgoing import CLAIMED, PACKING, POSTABLE, SenderLink, Shard, Transfer
 from pushkv.model.protocol.sending import GRANTED, MET, PROMISED, REGISTERED, WRITING, Out, Shards
 from pushkv.model.protocol.states import SENDING_CLOSED, Sending
 
@@ -154,9 +154,9 @@ class Sender(Shards):
             refusal = "handed over before"
         if refusal:
             self._refuse(state, attempt, refusal, out)
-            if refusal in (TOO_MANY, TOO_LONG) and outgoing is None:
-                self._remember(m.transfer_id, refusal)
-            elif refusal in (TOO_MANY, TOO_LONG) and outgoing is not None and outgoing.peer in ("", link[0]):
+            if outgoing is None:
+                self._remember(m.transfer_id, refusal)  # if it was not: it keeps its place
+            elif refusal in (TOO_MANY, TOO_LONG) and outgoing.peer in ("", link[0]):
                 self._end(outgoing, refusal, "fail", out)  # its receiver has given it up by this
             return
         if outgoing is None:
@@ -166,7 +166,6 @@ class Sender(Shards):
         outgoing.fanout = max(1, m.fanout)
         older = outgoing.shards.get(link)
         if older is not None and older.state not in SENDING_CLOSED:
-            older.requeue = True
             self._stop(older, "cancel", "superseded", out)
         shard = Shard(state, outgoing, m)
         outgoing.shards[link] = shard
@@ -199,7 +198,7 @@ class Sender(Shards):
                 return
             if outgoing is None:
                 self._remember(m.transfer_id, "cancelled")
-            elif not outgoing.ended and link not in outgoing.shards and outgoing.peer in ("", link[0]):
+            elif link not in outgoing.shards and outgoing.peer in ("", link[0]):
                 self._end(outgoing, "cancelled", "cancel", out)
         else:
             self._repeat(state, m.attempt, out)
@@ -265,7 +264,7 @@ class Sender(Shards):
         youngest: dict[str, Transfer] = {}
         for outgoing in self._transfers.values():
             states = {shard.state for shard in outgoing.shards.values()}
-            if outgoing.final and MET in states and not outgoing.ended:
+            if outgoing.final and MET in states:
                 hungry.add(outgoing.peer)
             elif (
                 not outgoing.final
@@ -348,9 +347,8 @@ class Sender(Shards):
         if write is None or write.stage < CLAIMED:
             raise LocalProtocolError(f"done: handle {e.handle} was not claimed")
         shard = write.shard
-        broken = write.stage == BROKEN
         self._drop(write)
-        if shard.state is WRITING and not broken:
+        if shard.state is WRITING:
             shard.done += 1
             notice = msg.Written(
                 self._me, shard.link.incarnation, shard.attempt, write.part, write.stop - write.start, write.last
@@ -368,7 +366,6 @@ class Sender(Shards):
         write = self._writes.get(e.handle)
         if write is None or write.stage < CLAIMED:
             raise LocalProtocolError(f"broken: handle {e.handle} was not claimed")
-        write.stage = BROKEN
         if write.shard.state is WRITING:
             self._end(write.shard.outgoing, "write failed", "fail", out)
 

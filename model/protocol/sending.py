@@ -162,7 +162,7 @@ class Shards:
             shard.notices = [notice]
             if link.up:
                 out.append(ev.Send(link.key, notice))
-            if shard.requeue and outgoing.shards.get(link.key) is shard:
+            if shard.requeue:
                 del outgoing.shards[link.key]
         del link.live[shard.attempt]
         self._bury(link, shard.attempt, shard.notices)

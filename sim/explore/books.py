@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from pushkv.model.protocol import events as ev
-from pushkv.sim.explore.ghost import Custody, Violation
+from pushkv.sim.explore.ghost import Custody
 from pushkv.sim.explore.legs import Effect, Leg, Legs
+from pushkv.sim.explore.violation import Violation
 
 BYTES_PER_TOKEN = 100
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pushkv.sim.explore.ghost import Violation
+from pushkv.sim.explore.violation import Violation
 
 if TYPE_CHECKING:
     from pushkv.sim.explore.process import Process

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from pushkv.model.protocol.states import RECEIVING_SETTLED, SENDING_CLOSED, Receiving, Sending
-from pushkv.sim.explore.ghost import Violation
+from pushkv.sim.explore.violation import Violation
 
 if TYPE_CHECKING:
     from pushkv.sim.explore.network import Lane

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pushkv.sim.explore.coverage import CELLS, UNREACHABLE, watched
-from pushkv.sim.explore.ghost import Violation
 from pushkv.sim.explore.moves import Moves
 from pushkv.sim.explore.retell import BREACHES, Retelling
 from pushkv.sim.explore.rows import State
 from pushkv.sim.explore.scope import Scope
+from pushkv.sim.explore.violation import Violation
 from pushkv.sim.explore.worlds import DEEP, STANDARD
 
 

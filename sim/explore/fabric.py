@@ -12,7 +12,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from pushkv.model.protocol import events as ev
-from pushkv.sim.explore.ghost import UNIT_TOKENS, Custody, Violation, units_of
+from pushkv.sim.explore.ghost import UNIT_TOKENS, Custody, units_of
+from pushkv.sim.explore.violation import Violation
 
 if TYPE_CHECKING:
     from random import Random

@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from pushkv.sim.explore.violation import Violation
+
 UNIT_TOKENS = 4
 """Tokens in one landing segment, and in one block."""
 
 Unit = tuple[str, int]
-
-
-class Violation(AssertionError):
-    """A property of the design does not hold."""
 
 
 @dataclass(eq=False)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol.states import Incoming
-from pushkv.sim.explore.ghost import Violation
 from pushkv.sim.explore.scheduling import Leg, Scheduling
+from pushkv.sim.explore.violation import Violation
 
 if TYPE_CHECKING:
     from pushkv.sim.explore.world import Request

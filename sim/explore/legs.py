@@ -9,8 +9,9 @@ from typing import Any
 
 from pushkv.model.protocol import Ledger
 from pushkv.model.protocol import events as ev
-from pushkv.sim.explore.ghost import Custody, Ghost, Violation
+from pushkv.sim.explore.ghost import Custody, Ghost
 from pushkv.sim.explore.scope import Plan, Scope
+from pushkv.sim.explore.violation import Violation
 
 Effect = tuple[Any, ...]
 

@@ -17,9 +17,9 @@ from pushkv.model.protocol import Settings
 from pushkv.model.protocol import events as ev
 from pushkv.sim.explore import plan
 from pushkv.sim.explore.case import EARLIER, STALLED, Case, Played, violation_of
-from pushkv.sim.explore.ghost import Violation
 from pushkv.sim.explore.profiles import LOOK_S, Config, Driver, Profile
 from pushkv.sim.explore.transcript import Transcript
+from pushkv.sim.explore.violation import Violation
 from pushkv.sim.explore.world import World
 
 WARM_S = 5.0

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from pushkv.model.protocol import Endpoint, Ledger
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.sim.explore.ghost import Ghost, Violation
+from pushkv.sim.explore.ghost import Ghost
 from pushkv.sim.explore.host import Host
+from pushkv.sim.explore.violation import Violation
 
 if TYPE_CHECKING:
     from random import Random

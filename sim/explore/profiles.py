@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pushkv.sim.explore import plan
-from pushkv.sim.explore.ghost import Violation
+from pushkv.sim.explore.violation import Violation
 
 if TYPE_CHECKING:
     from pushkv.sim.explore.world import Request, World

@@ -11,7 +11,7 @@ from typing import Any
 from pushkv.model.protocol import Endpoint, Settings
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.sim.explore.ghost import Violation
+from pushkv.sim.explore.violation import Violation
 
 REPORTS = (ev.Offered, ev.Landed, ev.Broken, ev.Settled, ev.Sent, ev.Released)
 Effect = tuple[Any, ...]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from pushkv.model.protocol import LocalProtocolError
-from pushkv.sim.explore.ghost import Violation
 from pushkv.sim.explore.local import ABANDON, SOUP, TOLD
 from pushkv.sim.explore.moves import Moves
 from pushkv.sim.explore.rows import State
 from pushkv.sim.explore.text import text
+from pushkv.sim.explore.violation import Violation
 
 BREACHES = (Violation, LocalProtocolError, KeyError, AssertionError)
 QUIET = {"passes", "tells", "gathers", "gathered", "reads", "quiet", "filled", "passed", "fence", "timer"}

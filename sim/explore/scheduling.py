@@ -266,6 +266,8 @@ class Scheduling:
             leg.run += 1
             if leg.request.mode == "pull" and not leg.given:
                 self._give_back(leg)
+                if leg.verdict:  # it had failed meanwhile: the books are closed, and no other word comes
+                    self._forget_receiving(leg)
         if part == "send":
             leg.final_at = self.world.now if leg.final_at < 0 else leg.final_at
             self._forget_sending(leg)

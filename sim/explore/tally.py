@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import platform
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pushkv.model import protocol
+from pushkv.sim import explore
+from pushkv.sim.explore import world as played
 from pushkv.sim.explore.case import Case
 from pushkv.sim.explore.network import KINDS
-from pushkv.sim.explore.world import World
 
 SCHEMA = 1
 FATES = ("dropped", "duplicated", "reordered")
@@ -47,7 +51,7 @@ class Tally(msgspec.Struct):
             else:
                 setattr(self, name, mine + theirs)
 
-    def take(self, world: World) -> None:
+    def take(self, world: played.World) -> None:
         """Count one run."""
         self.runs += 1
         self.transfers += len(world.requests)
@@ -124,7 +128,25 @@ def versions() -> dict[str, str]:
         pushkv = version("pushkv")
     except PackageNotFoundError:
         pushkv = "0"
-    return {"pushkv": pushkv, "python": platform.python_version(), "msgspec": msgspec.__version__}
+    return {
+        "pushkv": pushkv,
+        "python": platform.python_version(),
+        "msgspec": msgspec.__version__,
+        "sources": sources(),
+        "build": "interpreted" if str(played.__file__).endswith(".py") else "compiled",
+    }
+
+
+def sources() -> str:
+    """A hash of what a seed's run depends on: the sources of the protocol and of the explorer. A compiled build has
+    them beside its modules.
+    """
+    digest = sha256()
+    for package in (protocol, explore):
+        for path in sorted(Path(str(package.__file__)).parent.glob("*.py")):
+            digest.update(f"{package.__name__}/{path.name}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def document(found: Exploration) -> dict[str, Any]:

@@ -19,11 +19,11 @@ from pushkv.model.protocol import events as ev
 from pushkv.sim.explore.bounds import check_legs
 from pushkv.sim.explore.causes import Causes
 from pushkv.sim.explore.fabric import Fabric
-from pushkv.sim.explore.ghost import Violation
 from pushkv.sim.explore.network import Network
 from pushkv.sim.explore.process import Process
 from pushkv.sim.explore.profiles import Config, Profile
 from pushkv.sim.explore.text import text
+from pushkv.sim.explore.violation import Violation
 
 SETTINGS = Settings(
     beat_s=1.0,

@@ -20,7 +20,7 @@ def clip(value, low, high):
     """Left as it is."""
     if value < low and not high:
         raise ValueError(f"{value} is {1}")
-    return min(value, high) - 1
+    return min(value + 2, high) - 1
 '''
 
 
@@ -41,11 +41,12 @@ def test_every_mutant_is_another_function() -> None:
     assert written(clip.__code__) not in {written(mutant.code()) for mutant in found.values()}
     assert not [key for key in found if "Left as" in key]
     assert [key for key in found if "value} is" in key] == [key for key in found if key.startswith("m:clip: delete")]
-    clip.__code__ = found["m:clip: call: min(value, high) -> max(value, high)"].code()
+    clip.__code__ = found["m:clip: call: min(value + 2, high) -> max(value + 2, high)"].code()
     assert clip(1, 0, 5) == 4
     clip.__code__ = found["m:clip: compare: value < low -> value >= low"].code()
     with pytest.raises(ValueError, match="3 is 1"):
         clip(3, 0, 0)
+    assert "m:clip: constant: 2 -> 3" in found, "in the argument of a call"
     assert {key.split(": ")[1] for key in found} == {
         "and/or", "arithmetic", "call", "compare", "constant", "delete", "drop", "not", "return"
     }  # fmt: skip

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from pushkv.model.layout import (
     BlockTable,
     GroupKind,
+    LayoutError,
     Part,
     Plan,
     Shard,
@@ -20,6 +22,7 @@ from pushkv.model.layout import (
     plan,
     plan_gather,
     plan_scatter,
+    scatter_ahead,
 )
 
 from .oracle import Bytes, Engine, Model, Store, alive, contents, move, tables
@@ -147,6 +150,37 @@ def check(scenario: Scenario, planner: Planner = plan) -> None:
         wire = rng.integers(0, 256, shard.part_bytes(part), np.uint8)
         assert move(gather, p.ranks[shard.src_rank].buffers, [wire]) == len(wire)
         assert move(scatter, [wire], d.ranks[shard.dst_rank].buffers) == len(wire)
+    assert_same(d.snapshot(), expected)
+
+    if scenario.dst_first == 0:
+        check_ahead(scenario, p, d, src, dst, before, expected)
+
+
+def check_ahead(
+    scenario: Scenario,
+    p: Engine,
+    d: Engine,
+    src: Sequence[BlockTable],
+    dst: Sequence[BlockTable],
+    before: list[list[Bytes]],
+    expected: list[list[Bytes]],
+) -> None:
+    """A scatter that was planned before D's blocks were known leaves the same; it is refused where that cannot be."""
+    d.restore(before)
+    part = scenario.part
+    for shard in pair(p.layouts, d.layouts):
+        moves = [bundle for bundle in shard.bundles if bundle.tokens(part)[0] < bundle.tokens(part)[1]]
+        store = d.stores[0]
+        far = store.axes.index("N") < store.axes.index("B") and (store.kernel_tokens or store.block_tokens) > 1
+        if moves and (far or any(bundle.kind is not GroupKind.FULL for bundle in moves)):
+            with pytest.raises(LayoutError, match="planned when they are known"):
+                scatter_ahead(shard, part)
+            return
+        ahead = Plan(tuple(slotted.onto(dst) for slotted in scatter_ahead(shard, part)))
+        wire = np.zeros(shard.part_bytes(part), np.uint8)
+        move(plan_gather(shard, src, part), p.ranks[shard.src_rank].buffers, [wire])
+        assert move(ahead, [wire], d.ranks[shard.dst_rank].buffers) == len(wire)
+        assert ahead.count >= plan_scatter(shard, dst, part).count
     assert_same(d.snapshot(), expected)
 
 

@@ -77,6 +77,9 @@ def test_layers_of_equal_shape_are_one_bundle() -> None:
         ({"kv_heads": 8}, "KV heads"),
         ({"layers": ("a", "c")}, "only D has c k, c v, only P has b k, b v"),
         ({"layers": ("a",)}, "only D has nothing, only P has b k, b v"),
+        ({"layers": ("a", "b", "c")}, "only D has c k, c v, only P has nothing"),
+        ({"layers": ("a", "b", "c", "d")}, "only D has c k, c v, d k, d v, only"),
+        ({"layers": ("a", "b", "c", "d", "e")}, "only D has c k, c v, d k, d v and 2 more, only"),
         ({"parts": ("latent",)}, "only D has a latent, b latent"),
         ({"kind": GroupKind.WINDOW, "window_tokens": 64}, "kind of group of layer 'a' 'k': full in 'P', window in 'D'"),
     ],
@@ -101,6 +104,8 @@ def test_windows_and_states_must_agree() -> None:
 def test_ranks_and_heads_must_be_complete() -> None:
     with pytest.raises(PairingError, match="without ranks"):
         pair([], _engine("D"))
+    with pytest.raises(PairingError, match="without ranks"):
+        pair(_engine("P"), [])
     with pytest.raises(PairingError, match="nobody on P holds head 2 of layer 'a' 'k'"):
         pair(_engine("P", 2)[:1], _engine("D"))
     with pytest.raises(PairingError, match="two layouts for one rank"):

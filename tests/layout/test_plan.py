@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -138,14 +139,18 @@ def test_zero_tokens_complete_at_once() -> None:
     ("src", "src_tokens", "dst", "wanted", "error", "message"),
     [
         ([1, 2], 32, [1, 2], 33, RangeError, "P holds 32 tokens, D wants the last 33"),
-        ([1, 2], 32, [1, 2], -1, RangeError, "-1 tokens"),
+        ([1, 2], 32, [1, 2], -1, RangeError, "-1 tokens wanted"),
+        ([1, 2], -1, [1, 2], 0, RangeError, "P holds -1 tokens"),
         ([1, 2], 40, [1, 2, 3], 40, BlockError, "P group 0: 2 blocks of 16 from token 0 end at 32"),
         ([1, 2, 3], 40, [1, 2], 40, BlockError, "D group 0: 2 blocks of 16 from token 0 end at 32"),
         ([1, 2, 3], 40, [], 10, BlockError, "D group 0: 0 blocks"),
         ([1, 100], 32, [1, 2], 32, BlockError, "P group 0: block 100 is out of range, the pool has 100"),
+        ([0, 100], 32, [1, 2], 32, BlockError, "P group 0: block 100 is out of range, the pool has 100"),
         ([1, 2], 32, [1, -1], 32, BlockError, "D group 0: block -1 is out of range"),
         ([1, 2], 32, [1, 2**64 - 1], 32, BlockError, "block ids are not"),
         ([1, 2], 32, np.array([2**64 - 1], np.uint64), 16, BlockError, "beyond any pool"),
+        ([1, 2], 32, np.array([2**63], np.uint64), 16, BlockError, "beyond any pool"),
+        ([1, 2], 32, np.array([2**63 - 1], np.uint64), 16, BlockError, "D group 0: block 9223372036854775807 is out"),
         ([1, 2], 32, [1, 2**70], 32, BlockError, "not a flat list"),
         ([1, 2], 32, [1, 2.0], 32, BlockError, "not a flat list of integers"),
         ([1, 2], 32, [[1, 2]], 32, BlockError, "not a flat list of integers"),
@@ -163,6 +168,46 @@ def test_bad_lists_and_ranges_are_refused(
     shard = _one(_cache("P", "interleaved"), _cache("D", "interleaved"))
     with pytest.raises(error, match=message):
         plan_tail(shard, [src], src_tokens, [dst], wanted)
+
+
+def test_any_kind_of_integers_names_blocks() -> None:
+    shard = _one(_cache("P", "interleaved"), _cache("D", "interleaved"))
+    wanted = _rows(plan_tail(shard, [[1, 2]], 32, [[5, 9]], 32).spans())
+    for kind in (np.uint64, np.int64, np.uint8, np.int32):
+        ids = [np.array(each, kind) for each in ([1, 2], [5, 9])]
+        assert _rows(plan_tail(shard, [ids[0]], 32, [ids[1]], 32).spans()) == wanted
+
+
+def test_packed_halves_refuse_what_the_whole_refuses() -> None:
+    """F26: each side looks at its own list."""
+    shard = _one(_cache("P", "interleaved"), _cache("D", "interleaved"))
+    for ids, message in (([4, 4], "pool 0: block 4 is listed twice"), ([1, 100], "group 0: block 100 is out of range")):
+        for half, who in ((plan_gather, "P"), (plan_scatter, "D")):
+            with pytest.raises(BlockError, match=f"{who} {message}"):
+                half(shard, [block_table(ids)], Part.whole(0, 32))
+
+
+def test_as_many_spans_as_the_limit_are_made() -> None:
+    shard = _one(_cache("P", "interleaved"), _cache("D", "interleaved"))
+    found = plan_tail(shard, [[1, 3]], 32, [[5, 9]], 32)
+    assert len(found.spans(2)) == 2
+    with pytest.raises(TooManySpans):
+        found.spans(1)
+
+
+@pytest.mark.parametrize("first", [0, 16, 24, 40])
+@pytest.mark.parametrize("axes", ["interleaved", "nhd_apart", "BNHT"])
+def test_the_worst_case_is_counted_exactly(axes: str, first: int) -> None:
+    """Wherever the lists begin, when no two blocks are neighbours."""
+    shard = _one(_cache("P", "interleaved"), _cache("D", axes, block_tokens=24, num_blocks=90))
+    part = Part.whole(40, 150)
+    dst = block_table(range(0, 20, 2), first)
+    for held in (0, 5):
+        src = block_table(range(0, 40, 2), held)
+        counted = count_spans(shard, part, src_first_token=held, dst_first_token=first)
+        assert plan(shard, [src], [dst], part).count == counted
+    if first == part.first:
+        assert count_spans(shard, part, src_first_token=held) == counted
 
 
 def test_tokens_before_a_table_are_refused() -> None:
@@ -210,6 +255,9 @@ def test_only_the_window_moves() -> None:
     assert found.total_bytes == 8 * 8 * 512 and shard.whole_windows
     with pytest.raises(BlockError, match="need a block that is null"):
         plan(shard, [block_table([0, 0, 0])], [block_table([0, 0, 9])], Part.whole(0, 40))
+    early = Part(16, 32, 16, last=True)
+    for after in ([7], [7, 0]):  # what lies behind the tokens is not looked at
+        assert plan(shard, [block_table([0, *after])], [block_table(after, 16)], early).count > 0
     assert plan(shard, [block_table([0])], [block_table([0])], Part(0, 16, 0, last=False)).count == 0
 
 
@@ -230,6 +278,24 @@ def test_a_window_moves_as_far_back_as_both_sides_have_it() -> None:
         assert shard.part_bytes(part) == (90 - start) * 8 * 512 and shard.whole_windows is whole
 
 
+def test_a_window_that_is_longer_than_the_prompt_is_all_of_it() -> None:
+    shard = _one(_window("P", 9, block_tokens=1), _window("D", 9, block_tokens=1))
+    assert shard.part_bytes(Part.whole(0, 5)) == 5 * 8 * 512
+
+
+def test_one_window_that_cannot_be_kept_is_enough() -> None:
+    """D may keep the blocks of a prompt only if it may keep those of every group."""
+    p = combine([_window("P"), replace_names(_window("P"), "far")])
+    for tokens, whole in ((16, True), (32, False)):
+        d = combine([_window("D"), replace_names(_window("D", block_tokens=tokens), "far")])
+        assert _one(p, d).whole_windows is whole
+
+
+def replace_names(layout: Layout, name: str) -> Layout:
+    """The same cache, of another layer."""
+    return replace(layout, views=tuple(replace(view, layer=name) for view in layout.views))
+
+
 def test_a_state_has_one_block() -> None:
     layouts = [
         dense_layout(name, "BNH", ["m"], num_blocks=9, block_tokens=16, kv_heads=1, head_dim=50, parts=("ssm",),
@@ -239,6 +305,7 @@ def test_a_state_has_one_block() -> None:
     shard = _one(*layouts)
     assert shard.state_bytes == 300 and shard.token_bytes == 0
     part = Part.whole(16, 90)
+    assert count_spans(shard, part) == count_spans(shard, part, src_first_token=5, dst_first_token=7) == 1
     assert _rows(plan(shard, [block_table([4])], [block_table([8])], part).spans()) == [(0, 1200, 0, 2400, 300)]
     with pytest.raises(BlockError, match="a state has one block, 2 listed"):
         plan(shard, [block_table([4, 5])], [block_table([8])], part)
@@ -301,6 +368,8 @@ def test_packed_bytes_serve_a_longer_local_prefix() -> None:
     full = plan_scatter(shard, [block_table([7, 4, 9], 0)], part)
     kept = {row for row in _expand(full) if row[1][1] // (32 * 256 * 8) != 7}
     assert set(_expand(late)) == kept and late.total_bytes == 48 * shard.token_bytes
+    assert _rows(plan_scatter(shard, [block_table([7, 4, 9], 0)], part, 16).spans()) == _rows(full.spans())
+    assert plan_scatter(shard, [block_table([9], 64)], part, 80).count == 0
     with pytest.raises(RangeError, match="tokens from 0 wanted, the transfer holds 16 to 80"):
         plan_scatter(shard, [block_table([7, 4, 9], 0)], part, 0)
 

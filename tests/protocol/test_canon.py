@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pushkv.model.protocol import Endpoint
+from pushkv.model.protocol import Endpoint, incoming, outgoing
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.sim.explore import canon
@@ -53,6 +53,16 @@ def test_a_copy_is_alike_and_apart() -> None:
     assert written(two, 1.0) != before
     assert written(one, 1.0) == before
     assert two._handlers[ev.Begin].__self__ is two.sender
+
+
+def test_what_has_just_been_made_can_be_copied() -> None:
+    """A record has all that it names from the start: it may be met at any moment."""
+    expected, transfer = incoming.Expected("t", 4, False, 1, None, 1), outgoing.Transfer("t")
+    receiving, sending = incoming.ReceiverLink(D, 0), outgoing.SenderLink(D, 9, 0, 8)
+    shard = outgoing.Shard(sending, transfer, msg.Register(9, 7, 1, "t", 4, 1, True, 1))
+    write = outgoing.Write(1, shard, 0, 0, 4, True, 4, outgoing.PACKING)
+    for made in (expected, receiving, incoming.Shard(receiving, expected), sending, transfer, shard, write):
+        assert written(clone(made, {}), 0.0) == written(made, 0.0)
 
 
 def test_a_float_without_a_role_is_refused() -> None:

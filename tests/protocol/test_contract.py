@@ -55,6 +55,8 @@ def test_a_rank_says_what_its_host_did_wrong() -> None:
     refused(endpoint(), ev.Loaded("t"), match="Loaded is not an event of a rank")
     refused(endpoint(), ev.Begin("t", 4), ev.Begin("t", 4), match="t began before")
     refused(endpoint(), ev.Begin("t", 4), ev.Computed("t", 4, True), ev.Preempted("t"), match="held, not preempted")
+    refused(endpoint(), ev.Begin("t", 4), ev.Computed("t", 4, True), ev.Computed("t", 4, True), match="4 of 4, final")
+    refused(endpoint(), ev.Begin("t", 4), ev.Computed("t", 3, True), match="computed 3 of 4, final True")
     wanted = ev.Expect("t", (LINK,), 4, False, 1, (1,))
     refused(endpoint(), wanted, wanted, match="settle one attempt before the next")
     refused(endpoint(), ev.Expect("t", (LINK, LINK), 4, False), match="each once")
@@ -83,6 +85,8 @@ def test_a_write_has_its_order() -> None:
     refused(made, ev.Unpacked(2), match="not packing")
     with pytest.raises(LocalProtocolError, match="packing"):
         made.sender.claim(1, 0.0)
+    made.step([ev.Packed(1)], 0.0, [])
+    refused(made, ev.Unpacked(1), match="not packing")
 
 
 def test_a_ledger_says_what_its_host_did_wrong() -> None:
@@ -93,6 +97,8 @@ def test_a_ledger_says_what_its_host_did_wrong() -> None:
     refused(Ledger(SETTINGS), arrived, ev.Allocated("t", (1,)), match="it lands in landing memory")
     refused(Ledger(SETTINGS), arrived, ev.FromRank(1, ev.Offered("t", False)), match="rank 1 of 1")
     refused(Ledger(SETTINGS), arrived, ev.FromRank(0, ev.Settled("t")), match="settle of t in state waiting")
+    refused(Ledger(SETTINGS), ev.Loaded("t"), match="t is not known")
+    refused(Ledger(SETTINGS), arrived, ev.Loaded("t"), match="loaded of t in state waiting")
 
 
 def test_a_machine_that_takes_a_wrong_turn_says_where() -> None:
@@ -108,7 +114,9 @@ def test_a_machine_that_takes_a_wrong_turn_says_where() -> None:
 
 def test_answers_of_the_host_that_come_too_late_are_dropped() -> None:
     made = endpoint()
+    made.step([ev.Begin("u", 4), heard(msg.Register(YOU, ME, 1, "u", 4, 1, False, 1))], 0.0, [])
     assert said(made, ev.Connected(LINK, YOU), ev.Connected(("X", 0), 1), ev.Unfit(LINK, YOU, "no")) == []
+    assert made.busy(LINK), "what was registered is still known"
     assert said(made, ev.Unfit(("X", 0), 1, "no"), ev.ProcessGone(("X", 0), 1), ev.ProcessGone(LINK, 9)) == []
     assert said(made, ev.Expose("t", (1,)), ev.Withdraw("t", "aborted"), ev.Revoked("t")) == []
     assert made.receiver.counters == {"expose_late": 1, "withdraw_late": 1}
@@ -217,6 +225,16 @@ def test_an_older_or_a_second_registration_of_one_transfer_is_refused() -> None:
     made.step([ev.Begin("z", 4), heard(none), ev.Computed("z", 0, False)], 0.0, [])
     again = msg.Register(YOU, ME, 7, "z", 0, 2, False, 1, ())
     assert said(made, heard(again)) == [msg.Failed(ME, YOU, 7, "handed over before")]
+
+
+def test_a_full_link_ends_nobody_elses_transfer() -> None:
+    """Rule 6: an engine that has too much open names a transfer of another's."""
+    made = endpoint(LINK, ("E", 0), open_per_link=1)
+    made.step([ev.Begin("t", 4), heard(REGISTER)], 0.0, [])
+    full = [heard(msg.Register(YOU, ME, n, name, 4, 1, False, 1), ("E", 0)) for n, name in ((1, "u"), (2, "t"))]
+    assert said(made, *full) == [msg.Failed(ME, YOU, 2, "too many open registrations")]
+    assert made.sender.counters == {"refused": 1}
+    assert said(made, ev.Computed("t", 4, True)) == [msg.Offer(ME, YOU, 1, 4, True)]
 
 
 def test_only_granted_ranks_give_way() -> None:

@@ -60,6 +60,48 @@ def test_it_is_bounded_by_what_is_armed() -> None:
     assert deadlines.pop_due(9999.0) is None
 
 
+def test_the_same_time_again_and_again_is_one_entry() -> None:
+    """V3: also with a disarming in between. (Such a turn once left an entry behind that no clearing out removed.)"""
+    deadlines, record, other = Deadlines[Record](), Record(0), Record(1)
+    deadlines.arm(other, 2.0)
+    for turn in range(1000):
+        deadlines.arm(record, 1.0)
+        if turn % 2:
+            deadlines.disarm(record)
+            deadlines.arm(record, 1.0)
+        assert len(deadlines) <= 2 * deadlines.armed + 64
+    assert deadlines.armed == 2
+    assert [deadlines.pop_due(3.0) for _ in range(3)] == [record, other, None]
+
+
+def test_arming_looks_at_no_other_record() -> None:
+    """But when it clears out, and there is enough to clear."""
+    looks = 0
+
+    class Watched(Record):
+        @property
+        def due(self) -> float:
+            nonlocal looks
+            looks += 1
+            return self._due
+
+        @due.setter
+        def due(self, at: float) -> None:
+            self._due = at
+
+    deadlines, count = Deadlines[Watched](), 300
+    for number in range(count):
+        deadlines.arm(Watched(number), float(number))
+    assert looks <= 2 * count
+
+
+def test_what_is_armed_already_adds_nothing() -> None:
+    deadlines, record = Deadlines[Record](), Record(0)
+    for _ in range(3):
+        deadlines.arm(record, 1.0)
+    assert len(deadlines) == 1
+
+
 def test_equal_times_fire_in_the_order_of_arming() -> None:
     deadlines, records = Deadlines[Record](), [Record(n) for n in range(5)]
     for record in reversed(records):

@@ -73,7 +73,7 @@ def test_clean_seeds(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(doc["profiles"]) == list(PROFILES)
     assert doc["events"] > 1000
     assert doc["events_per_cpu_s"] > 0
-    assert set(doc["versions"]) == {"pushkv", "python", "msgspec"}
+    assert set(doc["versions"]) == {"pushkv", "python", "msgspec", "sources", "build"}
     assert doc["violations"] == []
     assert doc["profiles"]["calm"]["outcomes"] == {"loaded": doc["profiles"]["calm"]["transfers"]}
 

@@ -80,9 +80,22 @@ def test_what_has_landed_somewhere_does_not_give_way() -> None:
     assert yielding(done(ledger, ev.Starved("heir"))) == []
 
 
+def test_what_was_finished_when_it_got_its_memory_does_not_give_way() -> None:
+    """Rule 8: it would be in the heir's place at once. On one of two ranks it is not finished enough."""
+    for ranks, gives in (((0, 1), []), ((0,), ["v"])):
+        ledger = Ledger(SETTINGS, 2)
+        done(ledger, arrived("v", ranks=2), *[offered("v", rank in ranks, rank) for rank in (0, 1)])
+        done(ledger, ev.Allocated("v", (1,)), arrived("heir", ranks=2))
+        done(ledger, *[offered("heir", True, rank) for rank in (0, 1)])
+        assert yielding(done(ledger, ev.Starved("heir"))) == gives
+
+
 def test_what_a_sender_gave_back_goes_to_a_finished_prefill_of_its() -> None:
-    """Rule 8: the heir is the first whose finished prefill waits at that sender; not one that has not finished."""
+    """Rule 8: the heir is the first whose finished prefill waits at that sender; not one that has not finished, nor one
+    that has memory.
+    """
     ledger = Ledger(SETTINGS)
+    done(ledger, arrived("has"), offered("has", True), ev.Allocated("has", (2,)))
     done(ledger, arrived("v"), offered("v"), ev.Allocated("v", (1,)))
     for name, peer, finished in (("waits", "P", False), ("other", "Q", True), ("ready", "P", True)):
         done(ledger, arrived(name, peer), offered(name, finished))

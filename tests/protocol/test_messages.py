@@ -102,6 +102,9 @@ def test_a_prefix_of_a_message_is_refused() -> None:
     [
         (b"", "truncated"),
         (b"\x01", "truncated"),
+        (b"\x01\x08", "malformed"),
+        (b"\x02\x08", "version"),
+        (b"\x01\xff", "unknown"),
         (b"\x02\x08\x93\x01\x02\x03", "version"),
         (b"\x00\x08\x93\x01\x02\x03", "version"),
         (bytes((1, len(msg.KINDS))) + b"\x90", "unknown"),
@@ -128,8 +131,13 @@ def test_deeply_nested_memory_is_refused() -> None:
 
 
 def test_an_oversized_message_is_not_sent() -> None:
+    """To the byte: the largest that is sent is the largest that is read."""
+    around = len(encode(msg.Grant(1, 2, 3, bytes(1 << 17)))) - (1 << 17)
+    largest = msg.Grant(1, 2, 3, bytes(msg.MAX_FRAME_BYTES - around))
+    assert len(encode(largest)) == msg.MAX_FRAME_BYTES
+    assert decode(encode(largest)) == largest
     with pytest.raises(MessageError) as caught:
-        encode(msg.Grant(1, 2, 3, bytes(msg.MAX_FRAME_BYTES)))
+        encode(msg.Grant(1, 2, 3, bytes(msg.MAX_FRAME_BYTES - around + 1)))
     assert caught.value.kind == "oversized"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pushkv.model.protocol import LocalProtocolError
-from pushkv.sim.explore.ghost import Violation
+from pushkv.sim.explore.violation import Violation
 from tests.protocol.mutants import MUTANTS, hunt
 from tests.protocol.mutants.registry import SEEDS, Mutant
 from tests.protocol.mutants.table import ELSEWHERE, FAULTS, FILE, bare, rows

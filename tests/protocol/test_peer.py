@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pushkv.model.protocol import Endpoint
@@ -73,12 +74,13 @@ def test_a_greeting_that_was_given_up_is_not_answered_any_more() -> None:
 
 
 def test_greetings_go_on_while_something_waits() -> None:
-    made = Endpoint(ME, SETTINGS)
-    made.step([WANTED], 0.0, [])
+    """Whenever they have begun."""
+    made, begun = Endpoint(ME, SETTINGS), 1000.0
+    made.step([WANTED], begun, [])
     told: list[tuple[float, list[str]]] = []
     while made.wake_at < NEVER:
         at = made.wake_at
-        told.append((at, kinds(made, now=at)))
+        told.append((at - begun, kinds(made, now=at)))
         assert made.wake_at > at
     first = SETTINGS.greet_s
     assert told == [
@@ -89,6 +91,23 @@ def test_greetings_go_on_while_something_waits() -> None:
         (7 * first + 2 * SUSPECT_S, []),
     ]
     assert made.peers == {}
+
+
+def test_whoever_does_not_answer_in_time_is_out_of_reach() -> None:
+    """Rule 5: at that moment, and again for whatever is wanted after it."""
+    made = Endpoint(ME, replace(SETTINGS, greet_s=SUSPECT_S))
+    made.step([WANTED], 0.0, [])
+    assert kinds(made, now=SUSPECT_S) == ["Hello", "Broken", "Settled"]
+    made.step([ev.Expect("u", (LINK,), 4, False)], SUSPECT_S + 1.0, [])
+    assert kinds(made, now=2 * SUSPECT_S) == ["Hello", "Broken", "Settled"]
+
+
+def test_an_answer_to_the_first_of_several_greetings_is_an_answer() -> None:
+    """The way may take longer than the wait between two."""
+    made = Endpoint(ME, SETTINGS)
+    made.step([WANTED], 0.0, [])
+    assert said(made, now=SETTINGS.greet_s) == [msg.Hello(ME, 0, 2)]
+    assert said(made, heard(msg.Welcome(YOU, ME, 1)), now=SETTINGS.greet_s) == [ev.Connect(LINK, YOU, b"")]
 
 
 def test_a_word_for_a_predecessor_is_answered_by_a_question() -> None:
@@ -123,6 +142,30 @@ def test_a_successor_is_taken_up_once() -> None:
     assert said(made, now=2 * at) == [ev.Disconnect(LINK, 9)]
 
 
+def test_a_late_answer_does_not_bring_back_an_earlier_successor() -> None:
+    """E2: two came after the process that was known; the answer that proved its death was the second one's."""
+    made = endpoint()
+    for at in (1.0, 1.0 + BEAT_S):
+        assert kinds(made, heard(msg.Grant(9, ME, 1, ())), now=at)[-1] == "Hello"
+        made.step([heard(NOTHING)], at, [])
+    now = 1.0 + BEAT_S
+    assert said(made, heard(msg.Welcome(10, ME, 2)), now=now) == []
+    assert said(made, heard(msg.Welcome(9, ME, 1)), now=now) == []
+    assert said(made, now=now + SETTINGS.drain_s)[-1] == ev.Connect(LINK, 10, b"")
+
+
+def test_a_greeting_of_the_refused_that_comes_after_its_death_is_answered() -> None:
+    """It was told why by ourselves never, for it was its own word; then the operating system told of its end."""
+    made = Endpoint(ME, SETTINGS)
+    made.step(
+        [ev.Greet(LINK), heard(msg.Welcome(YOU, ME, 1, 0, b"", "block sizes")), ev.ProcessGone(LINK, YOU)], 0.0, []
+    )
+    assert made.peers[LINK].state == "draining"
+    assert said(made, heard(msg.Hello(YOU, 0, 4))) == [msg.Welcome(ME, YOU, 4, 0, b"", "block sizes")]
+    assert said(made, now=SETTINGS.drain_s) == [ev.Disconnect(LINK, YOU)]
+    assert made.peers == {}
+
+
 def test_word_of_another_death_or_connection_is_not_heard() -> None:
     """The host speaks of processes, and another is here by now."""
     made = endpoint()
@@ -130,7 +173,8 @@ def test_word_of_another_death_or_connection_is_not_heard() -> None:
     assert made.peers[LINK].state == "up"
     made.step([ev.ProcessGone(LINK, YOU)], 0.0, [])
     made.step([], SETTINGS.drain_s, [])
-    made.step([heard(msg.Hello(9, 0, 1)), ev.Connected(LINK, YOU), ev.Unfit(LINK, YOU, "no")], SETTINGS.drain_s, [])
+    made.step([heard(msg.Hello(9, 0, 1)), WANTED], SETTINGS.drain_s, [])
+    assert said(made, ev.Connected(LINK, YOU), ev.Unfit(LINK, YOU, "no"), now=SETTINGS.drain_s) == []
     assert made.peers[LINK].state == "connecting"
 
 
@@ -162,6 +206,13 @@ def test_a_refusal_does_not_outlive_the_refused() -> None:
             assert kinds(made, now=SETTINGS.drain_s) == ["Disconnect"]
         made.step([heard(msg.Hello(9, 0, 4))], 2.0, [])
         assert said(made, ev.Connected(LINK, 9), now=2.0) == [msg.Welcome(ME, 9, 4)]
+
+
+def test_a_refusal_is_as_long_as_a_message_may_be() -> None:
+    made = Endpoint(ME, SETTINGS)
+    made.step([heard(msg.Hello(YOU, 0, 1))], 0.0, [])
+    (told,) = said(made, ev.Unfit(LINK, YOU, "x" * 10_000))
+    assert msg.decode(msg.encode(told)).refusal == "x" * 4096
 
 
 def test_a_floor_only_rises() -> None:
@@ -253,6 +304,7 @@ def test_a_strangers_greeting_is_no_sign_of_life() -> None:
     made, now = _suspected()
     made.step([heard(msg.Hello(9, 0, 1))], now, [])
     assert made.peers[LINK].state == "suspect"
+    assert kinds(made, ev.Expect("u", (LINK,), 4, False), now=now) == ["Broken", "Settled"], "it is silent as before"
 
 
 def test_a_greeting_ends_suspicion() -> None:
@@ -269,9 +321,11 @@ def test_suspicion_lapses_when_nothing_is_open() -> None:
     made, now = _suspected()
     made.step([ev.Revoked("t")], now, [])
     assert made.wake_at == now + BEAT_S
-    made.step([], now + BEAT_S, [])
-    assert made.wake_at == NEVER
-    assert kinds(made, ev.Expect("u", (LINK,), 4, False), now=now + BEAT_S) == ["Register"]
+    now += BEAT_S
+    made.step([], now, [])
+    assert made.wake_at == NEVER and made.peers[LINK].state == "up"
+    assert kinds(made, ev.Expect("u", (LINK,), 4, False), now=now) == ["Register"]
+    assert kinds(made, now=now + BEAT_S) == ["Beat"], "and it is looked at as any other"
 
 
 def test_an_idle_link_wakes_nobody() -> None:
@@ -298,6 +352,15 @@ def test_the_idle_link_that_was_heard_least_recently_is_forgotten() -> None:
     assert kinds(made, ev.Greet(("F", 0)), now=0.4) == ["Hello", "Disconnect"]
     assert kinds(made, ev.Greet(("G", 0)), now=0.4) == ["Hello"]
     assert links[0] in made.peers and links[1] in made.peers
+
+
+def test_a_greeting_is_the_last_that_was_heard() -> None:
+    """Of whoever is not connected yet: a link that was quiet for longer is forgotten before it."""
+    made = endpoint(LINK, links=2)
+    made.step([heard(NOTHING)], BEAT_S, [])
+    made.step([heard(msg.Hello(YOU, 0, 1), OTHER)], 5.0, [])
+    assert said(made, ev.Greet(("F", 0)), now=6.0) == [msg.Hello(ME, 0, 1), ev.Disconnect(LINK, YOU)]
+    assert list(made.peers) == [OTHER, ("F", 0)]
 
 
 def test_what_a_forgotten_link_has_registered_stays_seen() -> None:

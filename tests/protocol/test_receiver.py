@@ -212,6 +212,106 @@ def test_what_one_sender_gives_back_all_must() -> None:
     assert said(made, failed(GAVE_WAY, link=OTHER)) == [ev.Settled("t")]
 
 
+def test_what_was_given_up_is_not_given_back_as_well() -> None:
+    """The abort here and P's giving way cross: one verdict, and the memory is settled by P's word."""
+    made = expecting()
+    assert said(made, ev.Withdraw("t", "aborted")) == [msg.Cancel(ME, YOU, 1, "t")]
+    assert said(made, failed(GAVE_WAY)) == [ev.Settled("t")]
+
+
+def test_what_has_no_memory_cannot_be_given_back() -> None:
+    """F27: whoever says so has failed; the verdict waits for the other's word (rule 4)."""
+    made = expecting(ev.Expect("t", (LINK, OTHER), 4, False), links=(LINK, OTHER))
+    assert said(made, failed(GAVE_WAY)) == [msg.Cancel(ME, YOU, 1, "t")]
+    assert said(made, heard(msg.Cancelled(YOU, ME, 1), OTHER)) == [ev.Broken("t", GAVE_WAY), ev.Settled("t")]
+
+
+def test_what_wants_nothing_shows_no_memory() -> None:
+    """Whatever its host has."""
+    made = endpoint()
+    assert said(made, ev.Expect("t", (LINK,), 0, False, 1, (1,))) == [msg.Register(ME, YOU, 1, "t", 0, 1, False, 1, ())]
+
+
+# ---------------------------------------------------------------- gave way too late: some of it has landed
+
+
+def _one_of_two_gives_way(*links: ev.Link, room: int = 8) -> Endpoint:
+    """Two senders of one transfer, of which those at ``links`` are known, are asked to give way."""
+    made = endpoint(*links, links=room)
+    made.step([ev.Expect("t", (LINK, OTHER), 4, False, 1, (1,))], 0.0, [])
+    told = said(made, ev.Withdraw("t", GAVE_WAY, True))
+    assert told == [msg.Cancel(ME, YOU, 1, "t", True) for _ in links]
+    return made
+
+
+def test_what_was_never_registered_is_registered_when_it_can_be() -> None:
+    """Rule 8: it waited for a handshake when it was to give way, and still does when the other has landed. (It was once
+    registered at once, at a link that was not up: neither heard there nor ended with it.)
+    """
+    made = _one_of_two_gives_way(LINK)
+    assert said(made, written(0, 4, True)) == []
+    up = said(made, heard(msg.Hello(YOU, 0, 1), OTHER), ev.Connected(OTHER, YOU))
+    assert up[-1] == msg.Register(ME, YOU, 1, "t", 4, 1, False, 1, (1,))
+    assert said(made, heard(msg.Written(YOU, ME, 1, 0, 4, True), OTHER)) == [ev.Landed("t")]
+
+
+def test_what_was_never_registered_ends_with_its_peer() -> None:
+    made = _one_of_two_gives_way(LINK)
+    made.step([written(0, 4, True), heard(msg.Welcome(YOU, ME, 1, 0, b"", "no"), OTHER)], 0.0, [])
+    assert made.receiver.sizes()["transfers"] == 0, "its verdict has fallen, and all of it is settled"
+
+
+def test_what_was_never_registered_may_be_registered_later_by_another_word() -> None:
+    """The link came up while it gave way."""
+    made = _one_of_two_gives_way(LINK)
+    made.step([heard(msg.Hello(YOU, 0, 1), OTHER), ev.Connected(OTHER, YOU)], 0.0, [])
+    assert said(made, written(0, 4, True)) == [msg.Register(ME, YOU, 1, "t", 4, 1, False, 1, (1,))]
+
+
+def test_a_link_that_was_forgotten_meanwhile_is_made_again() -> None:
+    """Rule 8: nothing was open on it. (What was registered there was once known to nobody, and its memory lost.)"""
+    made = _one_of_two_gives_way(LINK, OTHER, room=2)
+    made.step([heard(msg.Cancelled(YOU, ME, 1), OTHER)], 0.0, [])
+    assert said(made, ev.Greet(("F", 0))) == [msg.Hello(ME, 0, 1), ev.Disconnect(OTHER, YOU)]
+    assert said(made, written(0, 4, True)) == [msg.Hello(ME, 0, 2), ev.Disconnect(LINK, YOU)]
+    made.step([heard(msg.Welcome(YOU, ME, 2), OTHER)], 0.0, [])
+    assert said(made, ev.Connected(OTHER, YOU)) == [msg.Register(ME, YOU, 2, "t", 4, 1, False, 2, (1,))]
+    assert said(made, heard(msg.Written(YOU, ME, 2, 0, 4, True), OTHER)) == [ev.Landed("t")]
+
+
+def test_a_link_that_slept_meanwhile_is_looked_at_again() -> None:
+    """Rule 5: the new registration may be lost, and its sender dead."""
+    made = _one_of_two_gives_way(LINK, OTHER)
+    made.step([heard(msg.Cancelled(YOU, ME, 1), OTHER)], 0.0, [])
+    now = SETTINGS.beat_s
+    made.step([], now, [])
+    assert said(made, written(0, 4, True), now=now) == [msg.Register(ME, YOU, 2, "t", 4, 1, False, 2, (1,))]
+    broken = [at for at in range(2, 12) if "Broken" in kinds(made, now=float(at))]
+    assert broken == [now + SETTINGS.suspect_after_s]
+
+
+def test_a_link_that_fell_silent_meanwhile_is_a_verdict() -> None:
+    """Rule 5: not after ``wait_s`` only."""
+    made = _one_of_two_gives_way(LINK, OTHER)
+    made.step([heard(msg.Cancelled(YOU, ME, 1), OTHER), ev.Expect("u", (OTHER,), 4, False)], 0.0, [])
+    now = 0.0
+    while made.peers[OTHER].state != "suspect":
+        now += SETTINGS.beat_s
+        made.step([heard(msg.Beat(YOU, ME, 0, 0, 0, 1))], now, [])
+    assert said(made, written(0, 4, True), now=now) == [ev.Broken("t", "peer silent"), ev.Settled("t")]
+
+
+def test_what_gave_way_too_late_and_is_given_up_at_once_asks_nobody() -> None:
+    made = _one_of_two_gives_way(LINK, OTHER, room=2)
+    made.step([heard(msg.Cancelled(YOU, ME, 1), OTHER), ev.Greet(("F", 0))], 0.0, [])
+    assert OTHER not in made.peers
+    assert said(made, written(0, 4, True), ev.Withdraw("t", "aborted")) == [ev.Settled("t")]
+    assert OTHER not in made.peers
+
+
+# ---------------------------------------------------------------- beats
+
+
 def test_what_a_sender_lacks_is_said_again_and_counted() -> None:
     made = expecting(WANTED, ev.Expect("u", (LINK,), 4, False), ev.Expect("v", (LINK,), 4, False))
     made.step([ev.Withdraw("v", "aborted")], 0.0, [])
@@ -253,7 +353,60 @@ def test_the_proof_of_a_death_is_a_verdict() -> None:
     made.step([heard(msg.Beat(YOU, ME, 0, 0, 0, 1))], 0.5, [])
     assert said(made, ev.ProcessGone(LINK, YOU), now=0.6) == [ev.Broken("t", "peer gone"), msg.Cancel(ME, YOU, 1, "t")]
     assert said(made, now=0.6 + SETTINGS.drain_s / 2) == []
+    assert said(made, ev.Expect("u", (LINK,), 4, False), now=0.6 + SETTINGS.drain_s / 2) == [], "it is for a successor"
+    assert made.receiver.waits(LINK)
+    made.step([ev.Withdraw("u", "aborted")], 0.6 + SETTINGS.drain_s / 2, [])
     assert said(made, now=0.6 + SETTINGS.drain_s) == [ev.Disconnect(LINK, YOU), ev.Settled("t")]
+
+
+def test_what_is_wanted_of_the_successor_of_a_silent_process_waits_for_it() -> None:
+    """E2: the proof of a death is the end of suspicion as well."""
+    made = expecting()
+    now = 0.0
+    while made.peers[LINK].state != "suspect":
+        now += SETTINGS.beat_s
+        made.step([], now, [])
+    assert kinds(made, ev.ProcessGone(LINK, YOU), now=now) == []
+    assert kinds(made, ev.Expect("u", (LINK,), 4, False), now=now) == []
+    assert made.receiver.waits(LINK)
+
+
+def test_what_was_registered_after_the_last_word_is_for_the_successor() -> None:
+    """E2: the dead may never have heard of it. At the same moment it may have."""
+    for later, told in ((0.5, []), (0.0, []), (-0.5, [ev.Broken("t", "peer gone"), msg.Cancel(ME, YOU, 1, "t")])):
+        made = endpoint()
+        for at, event in sorted(
+            [(3.0, heard(msg.Beat(YOU, ME, 0, 0, 0, 1))), (3.0 + later, WANTED)], key=lambda e: e[0]
+        ):
+            made.step([event], at, [])
+        assert said(made, ev.ProcessGone(LINK, YOU), now=3.6) == told
+        assert made.receiver.sizes()["live"] == 1
+
+
+def test_what_was_forgotten_counts_from_its_new_registration() -> None:
+    """E2: the sender had lost the first one, and has not been heard since the second."""
+    made = endpoint()
+    made.step([WANTED], 0.1, [])
+    made.step([failed(msg.FORGOTTEN)], 0.5, [])
+    assert said(made, heard(msg.Welcome(YOU, ME, 1, 6)), now=0.6) == [
+        msg.Register(ME, YOU, 7, "t", 4, 1, False, 7, (1,))
+    ]
+    assert said(made, ev.ProcessGone(LINK, YOU), now=0.7) == []
+
+
+def test_what_goes_on_after_giving_way_was_known_to_the_dead() -> None:
+    """E2: its first registration was heard, so its successor cannot have any of it."""
+    made = endpoint(LINK, OTHER)
+    made.step([ev.Expect("t", (LINK, OTHER), 4, False, 1, (1,)), ev.Withdraw("t", GAVE_WAY, True)], 0.1, [])
+    made.step([heard(msg.Cancelled(YOU, ME, 1), OTHER)], 0.2, [])
+    made.step([written(0, 4, True)], 0.3, [])
+    assert said(made, ev.ProcessGone(OTHER, YOU), now=0.4)[0] == ev.Broken("t", "peer gone")
+
+
+def test_what_waits_for_a_link_counts_as_open() -> None:
+    made = endpoint()
+    made.step([WANTED, ev.Expect("u", (OTHER,), 4, False), ev.Expect("v", (OTHER,), 4, False)], 0.0, [])
+    assert made.receiver.sizes() == {"transfers": 3, "live": 3, "armed": 3, "deadlines": 3}
 
 
 def test_what_was_to_give_way_to_the_dead_is_over() -> None:

@@ -373,6 +373,8 @@ def test_8_shards_that_landed_keep_the_memory_of_those_that_gave_way(asked_by: s
         assert out == [ev.Broken("t", GAVE_WAY), ev.Send(p, msg.Cancel(7, 8, 2, "t", True))]
     out.clear()
     receiver.on_written(p, msg.Written(8, 7, 2, 0, 8, True), 0.0, out)
+    assert out == [] and receiver.wanted == [q], "the endpoint looks after the link first"
+    receiver.register(q, 0.0, out)
     assert out == [ev.Send(q, msg.Register(7, 9, 3, "t", 8, 1, False, 3, (1, 2)))]
     out.clear()
     receiver.on_written(q, msg.Written(9, 7, 3, 0, 8, True), 0.0, out)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pushkv.model.protocol.seen import Seen
 
-steps = st.lists(st.tuples(st.sampled_from(("add", "raise")), st.integers(1, 40)), max_size=60)
+steps = st.lists(st.tuples(st.sampled_from(("add", "raise")), st.integers(1, 12)), max_size=40)
 
 
 @given(steps)
@@ -21,7 +21,7 @@ def test_it_is_a_set_of_integers(steps: list[tuple[str, int]]) -> None:
         else:
             seen.raise_floor(number)
             model |= set(range(1, number + 1))
-        assert [n for n in range(1, 45) if n in seen] == sorted(model)
+        assert [n for n in range(1, 15) if n in seen] == sorted(model)
         assert seen.highest == max(model, default=0)
         gaps = [n for n in model if n - 1 not in model and n > 1]
         assert seen.runs == len(gaps)

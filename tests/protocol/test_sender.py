@@ -137,8 +137,13 @@ def test_a_peer_that_greets_before_it_is_connected_is_not_talked_to() -> None:
 def test_words_of_strangers_and_for_others_are_counted() -> None:
     made = endpoint()
     made.step([heard(msg.Grant(YOU, ME, 1, (1,)), ("X", 0)), heard(msg.Grant(9, ME, 1, (1,)))], 0.0, [])
+    assert made.counters == {"stranger": 2}
     made.step([heard(msg.Grant(YOU, 9, 1, (1,))), heard(msg.Welcome(YOU, ME, 1), ("Y", 0))], 0.0, [])
     assert made.counters == {"stranger": 3, "misdirected": 1}
+    made.step([heard(msg.Welcome(YOU, 9, 1))], 0.0, [])
+    assert made.counters == {"stranger": 3, "misdirected": 2}
+    made.step([heard(msg.Hello(YOU, 0, 1), ("Z", 0)), heard(msg.Grant(YOU, ME, 1, (1,)), ("Z", 0))], 0.0, [])
+    assert made.counters == {"stranger": 4, "misdirected": 2}, "whoever is not connected yet"
 
 
 def test_a_handle_says_what_it_is_about() -> None:
@@ -231,6 +236,20 @@ def test_what_is_being_stopped_keeps_its_name_and_its_reason() -> None:
     assert said(made, ev.Begin("t", 4)) == [ev.Sent("t", False, "rejected"), ev.Released("t")]
 
 
+def test_what_is_being_gathered_keeps_its_name() -> None:
+    """Rule 3: its verdict has fallen, and no other prefill takes its place before nothing reads its source."""
+    made = endpoint()
+    made.step([ev.Begin("t", 4, 1), register(1, packed=True), ev.Computed("t", 4, True)], 0.0, [])
+    assert said(made, ev.Abort("t", "rejected")) == [
+        msg.Failed(ME, YOU, 1, "rejected"),
+        ev.Sent("t", False, "rejected"),
+    ]
+    with pytest.raises(LocalProtocolError, match="t began before"):
+        made.step([ev.Begin("t", 4)], 0.0, [])
+    assert said(made, ev.Packed(1)) == [ev.Released("t")]
+    assert said(made, ev.Begin("t", 4)) == [ev.Sent("t", False, "rejected"), ev.Released("t")]
+
+
 def test_what_is_being_stopped_for_a_dead_receiver_is_told_to_nobody() -> None:
     """The host's word comes when nothing reads its memory any more; the name is free when nothing is active."""
     made = endpoint()
@@ -294,6 +313,21 @@ def test_what_gave_way_is_still_to_be_read() -> None:
     assert said(made, register(2)) == [ev.Post(1, "t", LINK, 0, 4, False, (1,))]
 
 
+def test_what_gave_way_on_one_rank_is_not_released_by_the_other() -> None:
+    """Rule 3: the other has read all that it wants; the one registers anew, and reads then."""
+    made = endpoint(("D", 0), ("D", 1))
+    both = [heard(msg.Register(YOU, ME, 1, "t", 4, 2, False, 1, (1,)), ("D", rank)) for rank in (0, 1)]
+    made.step([ev.Begin("t", 4), *both], 0.0, [])
+    assert said(made, heard(msg.Cancel(YOU, ME, 1, "t", True), ("D", 0))) == [msg.Cancelled(ME, YOU, 1)]
+    made.step([ev.Computed("t", 4, True)], 0.0, [])
+    assert made.sender.claim(1, 0.0)
+    assert said(made, ev.WriteDone(1)) == [msg.Written(ME, YOU, 1, 0, 4, True)]
+    again = heard(msg.Register(YOU, ME, 2, "t", 4, 2, False, 2, (1,)), ("D", 0))
+    assert said(made, again) == [ev.Post(2, "t", ("D", 0), 0, 4, False, (1,))]
+    assert made.sender.claim(2, 0.0)
+    assert said(made, ev.WriteDone(2))[1:] == [ev.Sent("t", True, ""), ev.Released("t")]
+
+
 def test_nobody_gives_way_where_nothing_is_gained() -> None:
     """Rule 8 at P: what has no memory, what sends already, what wants nothing, and nobody at all when none waits."""
     bare = [msg.Register(YOU, ME, n, name, 4, 1, False, 1) for n, name in ((1, "waits"), (5, "young"))]
@@ -303,6 +337,9 @@ def test_nobody_gives_way_where_nothing_is_gained() -> None:
     made.step([ev.Computed("sends", 2, False), ev.Begin("young", 4), heard(bare[1])], 0.0, [])
     assert said(made, ev.GiveWay()) == [msg.Failed(ME, YOU, 3, GAVE_WAY)]
     assert said(made, ev.GiveWay()) == []
+    assert made.sender.counters == {"gave_way": 1}
+    nothing = heard(msg.Register(YOU, ME, 6, "nothing", 0, 1, False, 1, ()))
+    assert said(made, nothing, ev.GiveWay()) == []
     made = endpoint()
     made.step([ev.Begin("ready", 4), register(1, "ready"), ev.Computed("ready", 4, True)], 0.0, [])
     made.step([ev.Begin("young", 4), register(2, "young")], 0.0, [])
@@ -401,6 +438,25 @@ def test_the_lease_spares_what_is_posted_and_ends_the_rest() -> None:
     assert told == [ev.Abandon(1), ev.Sent("t", False, "lease")]
 
 
+def test_a_rank_that_gives_up_stops_what_the_lease_has_spared() -> None:
+    """The other rank never registered, and says now that it will not: its engine wants none of it any more."""
+    made = endpoint(("D", 0), ("D", 1))
+    at = SETTINGS.lease_s
+    made.step([ev.Begin("t", 4), heard(msg.Register(YOU, ME, 1, "t", 4, 2, False, 1, (1,)), ("D", 0))], 0.0, [])
+    made.step([ev.Computed("t", 4, True)], 0.0, [])
+    assert made.sender.claim(1, at - 0.1)
+    alive = [heard(msg.Beat(YOU, ME, 0, 0, 1, 1), ("D", rank)) for rank in (0, 1)]
+    made.step(alive, at - 0.1, [])
+    assert ev.Abandon(1) not in said(made, now=at)
+    assert said(made, heard(msg.Cancel(YOU, ME, 1, "t"), ("D", 1)), now=at) == [
+        msg.Cancelled(ME, YOU, 1),
+        ev.Abandon(1),
+    ]
+    assert said(made, ev.WriteQuiet(1), now=at) == (
+        [msg.Cancelled(ME, YOU, 1), ev.Sent("t", False, "lease"), ev.Released("t")]
+    )
+
+
 def test_all_writes_together_have_their_time() -> None:
     """Rule 5: each may be quick, and there is no end of them."""
     made = endpoint()
@@ -437,6 +493,16 @@ def test_an_orphan_is_nobodys_business_here() -> None:
     told = said(made, heard(msg.Beat(YOU, ME, 0, 0, 1, 1)), now=SETTINGS.orphan_s)
     assert [a for a in told if not isinstance(a, msg.Beat)] == [msg.Failed(ME, YOU, 1, "no prefill here")]
     assert made.sender.sizes()["armed"] == 0
+
+
+def test_a_prefill_that_has_begun_is_no_orphan() -> None:
+    """Rule 1: it may queue and run for longer than a registration waits for one that has not."""
+    made = endpoint()
+    made.step([register(1), ev.Begin("t", 4)], 0.0, [])
+    for now in (SETTINGS.orphan_s, SETTINGS.orphan_s + SETTINGS.write_s):
+        told = said(made, heard(msg.Beat(YOU, ME, 0, 0, 1, 1)), now=now)
+        assert [a for a in told if not isinstance(a, msg.Beat)] == []
+    assert said(made, ev.Computed("t", 4, True), now=now) == [ev.Post(1, "t", LINK, 0, 4, False, (1,))]
 
 
 def test_the_longest_of_what_ranks_want_must_fit() -> None:
@@ -484,6 +550,18 @@ def test_what_was_replaced_does_not_hide_what_replaced_it() -> None:
     assert made.sender.claim(1, 0.0)
     assert ev.Sent("u", True, "") in said(made, ev.WriteDone(1))
     assert made.sender.sizes()["armed"] == 0
+
+
+def test_a_reason_is_as_long_as_a_message_may_be() -> None:
+    """Of what is open, and of what comes after the end."""
+    made, reason = endpoint(("D", 0), ("D", 1)), "x" * 1000
+    made.step([heard(msg.Register(YOU, ME, 1, "t", 4, 2, False, 1), ("D", 0))], 0.0, [])
+    told = (
+        said(made, ev.Abort("t", reason))[0],
+        said(made, heard(msg.Register(YOU, ME, 1, "t", 4, 2, False, 1), ("D", 1)))[0],
+    )
+    for failed in told:
+        assert msg.decode(msg.encode(failed)).reason == reason[:64]
 
 
 def test_so_many_ends_are_remembered() -> None:

@@ -214,6 +214,23 @@ def opposite_admissions_packed(world: World) -> None:
     world.run(3.0)
 
 
+@story(config=Config({"P": 2, "Q": 1}, {"D": 1}), cold=True)
+def gave_way_before_its_handshake(world: World) -> None:
+    """Rule 8: t1 is to give way while P/0 writes it and P/1 was not reached yet. What has landed stays; P/1 is greeted
+    again for the rest. (It was once registered where no link was, and known to nobody.)
+    """
+    world.network.lose_next.append(lambda source, target, m: isinstance(m, msg.Hello) and target == ("P", 1))
+    host = world.processes["D"].host
+    world.fabric.fates.append((1.2, False))
+    world.request("early", "P", "D", 8, 8)
+    world.run(0.1)
+    held, host.free = host.free, []
+    world.request("late", "Q", "D", 8, 8)
+    world.run(1.0)
+    host.free += held
+    world.run(1.0)
+
+
 # ---------------------------------------------------------------- who is not there, or not the one expected
 
 

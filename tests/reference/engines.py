@@ -21,7 +21,7 @@ from pushkv.model.protocol.messages import Message, decode, encode
 from pushkv.model.protocol.states import Incoming
 from pushkv.reference.handles import Handles
 from pushkv.reference.identity import Identity
-from pushkv.reference.ports import Address, BlockIds, RankCard
+from pushkv.reference.ports import Address, BlockIds, Load, RankCard
 
 BLOCK = 4
 SEGMENT = 8
@@ -104,7 +104,7 @@ class Engine:
         self.handles = Handles()
         self.stopped = False
         self._todo: deque[tuple[str, ev.Record]] = deque()
-        self._news: list[ev.Record] = []
+        self.news: deque[ev.Record] = deque()
         cluster.engines[name] = self
 
     @property
@@ -134,7 +134,7 @@ class Engine:
     def _say(self, target: str, word: ev.Record) -> None:
         translated = self.handles.inward(word)
         if translated is None:
-            self._news.extend(self.handles.refusals(word))
+            self.news.extend(self.handles.refusals(word))
         else:
             self._todo.append((target, translated))
 
@@ -153,29 +153,27 @@ class Engine:
         word = ev.Arrived(transfer_id, peer.engine_id, links, tokens, packed, segments)
         translated = self.handles.inward(word)
         if translated is None:
-            self._news.append(self.handles.refused_arrival(transfer_id))
+            self.news.append(self.handles.refused_arrival(transfer_id))
         else:
             self._todo.append(("ledger", translated))
         return packed
-
-    def news(self) -> Sequence[ev.Record]:
-        found, self._news = self._news, []
-        return found
 
     def stop(self, drain_s: float) -> None:
         self.stopped = True
 
     # ------------------------------------------------------------ Rank
 
-    def scatter(self, transfer_id: str, block_ids: BlockIds, first: int, stop: int) -> Engine:
-        content = self.landing[tuple(self.memory[transfer_id])]
-        for token in range(first, stop):
-            self.cache[self._cell(block_ids, token)] = content[token]
-        self.tell(ev.Loaded(transfer_id))
-        return self
+    def scatter(self, loads: Sequence[Load]) -> Sequence[Engine]:
+        for one in loads:
+            content = self.landing[tuple(self.memory[one.transfer_id])]
+            for token in range(one.first, one.stop):
+                self.cache[self._cell(one.blocks, token)] = content[token]
+            self.tell(ev.Loaded(one.transfer_id))
+        return [self for _ in loads]
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         """As `Loading`: it is done."""
+        return True
 
     def enqueued(self, step: int) -> None:
         self.step = step
@@ -243,7 +241,7 @@ class Engine:
         if isinstance(record, ev.Loaded):
             return entry is None or entry.state is not Incoming.READY
         if isinstance(record, ev.Arrived) and entry is not None:
-            self._news.append(ev.Fail(record.transfer_id, "still being settled", True))
+            self.news.append(ev.Fail(record.transfer_id, "still being settled", True))
             return True
         return False
 
@@ -253,7 +251,7 @@ class Engine:
             if isinstance(action, _NEWS):
                 if isinstance(action, ev.Ready):
                     self.memory[action.transfer_id] = action.memory
-                self._news.append(self.handles.outward(action))
+                self.news.append(self.handles.outward(action))
             elif isinstance(action, _REPORTS):
                 if isinstance(action, (ev.Sent, ev.Released)):
                     self.over.add(action.transfer_id)

@@ -27,8 +27,7 @@ from pushkv.model.protocol import events as ev
 from pushkv.reference import opening
 from pushkv.reference.caches import Ranks, layouts_of
 from pushkv.reference.cpu_formats import CpuFormat, read_head_part
-from pushkv.reference.landing import Loading
-from pushkv.reference.ports import Address, BlockIds, EngineSetup
+from pushkv.reference.ports import Address, BlockIds, EngineSetup, Load
 from pushkv.reference.rank import Rank
 from pushkv.reference.settings import ConnectorSettings
 
@@ -199,7 +198,8 @@ class Engine:
         """The next news of this kind (``Fail``, too, ends the waiting) about ``transfer_id``."""
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
-            self._news += self.office.news()
+            while self.office.news:
+                self._news.append(self.office.news.popleft())
             for news in self._news:
                 if isinstance(news, (kind, ev.Fail)) and news.transfer_id == transfer_id:  # type: ignore[attr-defined]
                     self._news.remove(news)
@@ -276,7 +276,8 @@ class Engine:
         told = self.until(ev.Ready, transfer_id)
         if isinstance(told, ev.Fail):
             return told.reason
-        loads: list[Loading] = [rank.scatter(transfer_id, blocks, base, tokens) for rank in self.ranks]
+        load = Load(transfer_id, transfer_id, blocks, base, tokens)
+        loads = [loading for rank in self.ranks for loading in rank.scatter([load])]
         assert all(loading.wait(PATIENCE_S) for loading in loads), [loading.error for loading in loads]
         return ""
 

@@ -21,6 +21,7 @@ from pushkv.model.layout import Part, block_table, dense_layout, pair, plan_gath
 from pushkv.reference import device_copies
 from pushkv.reference.copies import Copier, CopyError
 from pushkv.reference.device_copies import DeviceCopier
+from pushkv.reference.lists import Lists
 from pushkv.reference.pools import SegmentPool
 from tests.layout.scenarios import Scenario, dense
 
@@ -159,23 +160,16 @@ def test_on_a_device_the_host_never_waits(monkeypatch: pytest.MonkeyPatch) -> No
     device = SimpleNamespace(type="cuda", index=0)
     real, launched = device_kernel._launch, []
 
-    def empty(size: int, *, dtype: Any, pin_memory: bool) -> Any:
-        assert pin_memory
-        memory = torch.empty(size, dtype=dtype)
-
-        def to(where: Any, *, non_blocking: bool) -> Any:
-            assert where is device and non_blocking
-            cuda.current.did.append("send")
-            return memory
-
-        return SimpleNamespace(numpy=memory.numpy, to=to)
+    def send(here: Any, there: Any) -> None:
+        cuda.current.did.append("send")
+        there.copy_(here)
 
     def launch(*arguments: Any) -> None:
         cuda.current.did.append("launch")
         launched.append(real(*arguments))
 
-    fake = SimpleNamespace(cuda=cuda, empty=empty, int64=torch.int64)
-    monkeypatch.setattr(device_kernel, "torch", fake)
+    monkeypatch.setattr(device_kernel, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(device_kernel, "_send", send)
     monkeypatch.setattr(device_kernel, "_launch", launch)
     layout = dense_layout("P", "interleaved", ["a", "b"], **CACHE)
     (shard,) = pair([layout], [layout])
@@ -186,6 +180,7 @@ def test_on_a_device_the_host_never_waits(monkeypatch: pytest.MonkeyPatch) -> No
     segments = list(range(-(-shard.part_bytes(part) // 65536)))
     copier = DeviceCopier(regions, pools[0].tensor, 65536, stream)
     monkeypatch.setattr(copier, "_device", device)
+    monkeypatch.setattr(copier, "_lists", Lists(torch.device("cpu")))
     cuda.current = engine
     copy = copier.gather(gather, segments, 0, "after")
     assert stream.did == ["send", ("wait", "after"), "launch", "record"]

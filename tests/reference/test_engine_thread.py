@@ -5,7 +5,8 @@ The office is the real one. Its own thread may look, and does: a test says when 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,3 +169,70 @@ def test_what_cannot_be_hashed_is_refused_beside_the_engine_thread() -> None:
     assert later and some  # the policy is to fail: one block is asked for, and reported as failed
     assert desk.office.counters["requests_refused:identity"] == 1
     assert not any(desk.office._handles.sizes().values())
+
+
+def calls_of(function: Callable[..., Any], *arguments: Any) -> int:
+    """How many functions, of Python and of C, a call of `function` calls, itself among them."""
+    found: list[str] = []
+    sys.setprofile(lambda frame, event, argument: found.append(event))
+    try:
+        function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return sum(event in ("call", "c_call") for event in found) - 1  # but for the end of counting
+
+
+def cost_of_a_load(blocks: int) -> list[int]:
+    """Calls of each hook of a packed load of so many blocks."""
+    desk, tokens, ids = Desk(), Long(range(16 * blocks)), Long(range(blocks))
+    one = request("cmpl-b-0-00000002", tokens, **FROM_P)
+    found = [
+        calls_of(desk.side.on_new_request, one),
+        calls_of(desk.side.matched_tokens, one, 0),
+        calls_of(desk.side.step, {}, None),
+    ]
+    desk.turn(tokens)
+    key = desk.of(ev.Expect)[0].transfer_id
+    again = calls_of(desk.side.matched_tokens, one, 0)
+    assert again <= 2, "asked again and again while it waits"
+    desk.report(ev.Offered(key, True))
+    desk.report(ev.Landed(key))
+    output = SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(req_id=one.request_id, block_ids=(ids,))])
+    found += [
+        again,
+        calls_of(desk.side.matched_tokens, one, 0),
+        calls_of(desk.side.allocated, one, Blocks(ids), 16 * blocks - 1),
+        calls_of(desk.side.step, {one.request_id: 1}, None, output),
+        calls_of(desk.side.finished, one, (ids,), True),
+    ]
+    return found
+
+
+def cost_of_a_prefill(blocks: int) -> list[int]:
+    """Calls of each hook of a prefill of so many blocks."""
+    desk, tokens, ids = Desk(), Long(range(16 * blocks)), Long(range(blocks))
+    one = request("cmpl-a-0-00000001", tokens, do_remote_decode=True)
+    found = [
+        calls_of(desk.side.on_new_request, one),
+        calls_of(desk.side.matched_tokens, one, 0),
+        calls_of(desk.side.step, {one.request_id: 16 * blocks}, None),
+    ]
+    one.num_computed_tokens = one.num_prompt_tokens
+    found.append(calls_of(desk.side.finished, one, (ids,), True))
+    desk.turn(tokens, ids)
+    key = desk.of(ev.Begin)[0].transfer_id
+    desk.report(ev.Released(key))
+    desk.report(ev.Sent(key, True, ""))
+    found.append(calls_of(desk.side.step, {}, None))
+    return found
+
+
+@pytest.mark.parametrize(("cost", "most"), [(cost_of_a_prefill, 100), (cost_of_a_load, 120)])
+def test_what_a_request_costs_does_not_grow_with_its_blocks(cost: Callable[[int], list[int]], most: int) -> None:
+    assert cost(10) == cost(10_000)
+    assert sum(cost(10)) <= most
+
+
+def test_a_step_in_which_nothing_happens_is_over_at_once() -> None:
+    desk = Desk()
+    assert calls_of(desk.side.step, {"other": 1}, None) <= 6

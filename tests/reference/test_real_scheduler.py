@@ -109,9 +109,9 @@ class Vllm:
         out = self.scheduler.schedule()
         orders = out.kv_connector_metadata.orders
         self.engine.fence(orders.preempted, orders.step)
-        for load in orders.load:
-            assert out.has_sync_kv_loads
-            self.engine.scatter(load.transfer_id, load.blocks, load.first, load.stop)
+        assert orders.early is bool(orders.load)  # a plain cache: nothing is zeroed or copied before the forward
+        assert out.has_sync_kv_loads or not orders.load
+        self.engine.scatter(orders.load)
         names, sampled = list(out.num_scheduled_tokens), []
         for name in names:
             request = self.scheduler.requests[name]

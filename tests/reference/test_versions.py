@@ -127,3 +127,17 @@ def test_the_cpu_kernel_stores_k_and_v_as_we_say(isa: str, block: int) -> None:
             slab = cache[1, head].reshape(-1)
             assert torch.equal(slab[: block * size].view(size, block).T, marked[:, head])
             assert torch.equal(slab[block * size :].view(block, size), marked[:, head])
+
+
+@pytest.mark.parametrize(
+    ("output", "writes"),
+    [
+        ({"new_block_ids_to_zero": None, "kv_cache_block_copies": None}, False),
+        ({"new_block_ids_to_zero": [], "kv_cache_block_copies": []}, False),
+        ({"new_block_ids_to_zero": [3], "kv_cache_block_copies": None}, True),
+        ({"new_block_ids_to_zero": None, "kv_cache_block_copies": [(1, 2)]}, True),
+        ({"new_block_ids_to_zero": None}, True),  # it cannot be told
+    ],
+)
+def test_whether_a_step_writes_blocks_before_its_forward(output: dict[str, Any], writes: bool) -> None:
+    assert versions.writes_blocks(SimpleNamespace(**output)) is writes

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pushkv.reference import local
+from pushkv.reference import connector_setup, local
 from pushkv.reference.caches import Ranks
-from pushkv.reference.connector_setup import setup_of, sized
+from pushkv.reference.connector_setup import rules_of, setup_of, sized
 from pushkv.reference.metric_names import Meter
 from pushkv.reference.ports import Load, RankCard, StepOrders
 from pushkv.reference.settings import SettingsError
@@ -36,9 +37,9 @@ class Rank:
         self.did: list[Any] = []
         self.card = RankCard(0, 8192, 8192, 1)
 
-    def scatter(self, transfer_id: str, block_ids: Any, first: int, stop: int) -> Any:
-        self.did.append(("scatter", transfer_id, first, stop))
-        return SimpleNamespace(wait=lambda: self.did.append(("wait", transfer_id)))
+    def scatter(self, loads: Sequence[Load]) -> Any:
+        self.did += [("scatter", one.transfer_id, one.first, one.stop) for one in loads]
+        return [SimpleNamespace(wait=partial(self.did.append, ("wait", one.transfer_id))) for one in loads]
 
     def fence(self, transfer_ids: Sequence[str], step: int) -> None:
         self.did.append(("fence", step, *transfer_ids))
@@ -79,7 +80,30 @@ def test_all_loads_are_begun_before_any_is_waited_for() -> None:
     orders = StepOrders(load=[Load("r1", "t1", ([1],), 0, 4), Load("r2", "t2", ([2],), 4, 8)])
     worker.load(orders)
     worker.load(orders)  # a second call in the same step
-    assert rank.did == [("scatter", "t1", 0, 4), ("scatter", "t2", 4, 8), ("wait", "t1"), ("wait", "t2")]
+    assert rank.did == [("scatter", "t1", 0, 4), ("scatter", "t2", 4, 8), ("wait", "t2"), ("wait", "t1")]
+
+
+def test_a_load_is_begun_behind_the_fence_and_before_the_forward_is_prepared() -> None:
+    rank = Rank()
+    worker = side(rank)
+    orders = StepOrders(load=[Load("r", "t", ([1],), 0, 4)], preempted=["lost"], step=7, early=True)
+    worker.preempted(orders)
+    assert rank.did == [("fence", 7, "lost"), ("scatter", "t", 0, 4)]
+    worker.begin(orders)  # older versions come twice
+    worker.load(orders)
+    worker.load(orders)
+    assert rank.did[2:] == [("wait", "t")]
+
+
+def test_a_load_waits_where_vllm_writes_blocks_before_the_forward() -> None:
+    rank = Rank()
+    worker = side(rank)
+    orders = StepOrders(load=[Load("r", "t", ([1],), 0, 4)])
+    worker.preempted(orders)
+    worker.begin(orders)
+    assert not rank.did
+    worker.load(orders)
+    assert rank.did == [("scatter", "t", 0, 4), ("wait", "t")]
 
 
 def test_preempted_prefills_are_fenced() -> None:
@@ -139,16 +163,27 @@ def test_what_cannot_be_served(more: dict[str, Any], says: str) -> None:
         setup_of(vllm_config(**more), {})
 
 
-def test_chunks_are_refused_where_a_preempted_prompt_may_be_written_over_before_the_connector_hears_of_it() -> None:
-    config = vllm_config(kv_connector_extra_config={"overlap": "chunk"})
-    assert setup_of(config, {}).settings.overlap == "chunk"
-    config.use_v2_model_runner, config.device_config = True, SimpleNamespace(device_type="cuda")
+def test_chunks_are_refused_where_a_preempted_prompt_may_be_written_over_before_the_connector_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Model runner V2 zeroes and copies blocks before its hooks: where there are several kinds of cache."""
+    pytest.importorskip("vllm", reason="cache specifications are vLLM's")
+    from .test_caches import config, full
+
+    def opened(overlap: str, groups: int, *, v2: bool, device: str) -> None:
+        chosen = vllm_config(kv_connector_extra_config={"overlap": overlap})
+        chosen.kv_transfer_config.kv_load_failure_policy = "fail"
+        chosen.use_v2_model_runner, chosen.device_config = v2, SimpleNamespace(device_type=device)
+        caches = config(*(([f"layer {n}"], full()) for n in range(groups)))
+        monkeypatch.setattr(connector_setup, "cpu_format", lambda *arguments: None)
+        rules_of(chosen, caches, setup_of(chosen, {}), object)
+
+    opened("chunk", 1, v2=True, device="cuda")
+    opened("chunk", 2, v2=False, device="cuda")
+    opened("chunk", 2, v2=True, device="cpu")  # it does not run there
+    opened("none", 2, v2=True, device="cuda")
     with pytest.raises(SettingsError, match="VLLM_USE_V2_MODEL_RUNNER=0, or overlap to none"):
-        setup_of(config, {})
-    config.device_config.device_type = "cpu"
-    assert setup_of(config, {}).settings.overlap == "chunk"
-    config.kv_transfer_config.kv_connector_extra_config, config.device_config.device_type = {}, "cuda"
-    assert setup_of(config, {}).settings.overlap == "none"
+        opened("chunk", 2, v2=True, device="cuda")
 
 
 def test_the_local_table_forgets_only_the_one_that_is_meant() -> None:

@@ -161,8 +161,8 @@ class VllmLike:
             for slot in range(BLOCK):
                 self.engine.cache.pop((block, slot), None)
         self.lost = []
-        for load in orders.load:
-            self.engine.scatter(load.transfer_id, load.blocks, load.first, load.stop).wait()
+        for loading in self.engine.scatter(orders.load):
+            loading.wait()
         for request_id, new in scheduled.items():
             self._compute(self.requests[request_id], new)
         if orders.chunks:
@@ -370,7 +370,7 @@ class Pair:
             assert not one.requests and sorted(one.free) == list(range(1, len(one.free) + 1))
             one.side._hear()
             assert len(one.side.prefill) == len(one.side.decode) == 0
-            assert not one.side.prefill._legs and not one.side.decode._legs
+            assert not one.side.prefill._legs and not one.side.decode.legs
             assert len(one.engine.handles) == 0, one.engine.handles.sizes()
             assert one.engine.ledger.open() == (0, 0)
             assert one.engine.ledger.landing_free == one.engine.endpoint.settings.landing_segments

@@ -19,13 +19,15 @@ from pushkv.model.layout import (
     RangeError,
     Shard,
     View,
+    _pair,
+    _plan,
     block_table,
     dense_layout,
     pair,
     plan,
     plan_tail,
 )
-from pushkv.sim.explore.ghost import Violation
+from pushkv.sim.explore.violation import Violation
 from tests.layout.oracle import Engine, Model, Store, contents, move, tables
 from tests.layout.scenarios import CASE, Planner, Scenario, check
 from tests.protocol.mutants.registry import Patch, mutant, wrap
@@ -130,6 +132,58 @@ def latent(seed: int) -> None:
     _bytes(replace(CASE, models=(model,), src_tp=1, dst_tp=2, seed=seed))
 
 
+def whole_case(seed: int) -> None:
+    """Other axes, other TP, and blocks of P that are twice as long as D's."""
+    p, d = replace(CASE.src_stores[0], block_tokens=8), replace(CASE.dst_stores[0], block_tokens=4)
+    _bytes(replace(CASE, src_stores=(p,), dst_stores=(d,), seed=seed))
+
+
+def kernel_blocks(seed: int) -> None:
+    """D's kernel has blocks of another size than its pool."""
+    _bytes(replace(CASE, dst_stores=(Store("BNH", 8, 40, kernel_tokens=2),), dst_tp=1, seed=seed))
+
+
+def square(seed: int) -> None:
+    """As many heads as tokens of a block: the two orders of axes look alike."""
+    p, d = Store("BNH", 4, 40), Store("BHN", 4, 40)
+    _bytes(replace(CASE, src_stores=(p,), dst_stores=(d,), dst_tp=1, seed=seed))
+
+
+def window(seed: int) -> None:
+    """A sliding window begins within a block."""
+    model = Model(("swa.0",), 2, 3, kind=GroupKind.WINDOW, window_tokens=9)
+    stores = (Store("BNH", 4, 80, null_block=0),)
+    _bytes(
+        replace(
+            CASE,
+            models=(model,),
+            src_stores=stores,
+            dst_stores=stores,
+            dst_tp=1,
+            part=Part.whole(0, 21),
+            dst_first=0,
+            seed=seed,
+        )
+    )
+
+
+def one_side_in_order(seed: int) -> None:
+    """D's blocks are neighbours and P's are not."""
+    (shard,) = pair([_one("P")], [_one("D")])
+    first, dice = seed % 4, Random(seed)
+    src = dice.sample(range(10), 6)
+    found = plan(shard, [block_table(src)], [block_table(list(range(first, first + 6)))], Part.whole(0, 24)).spans()
+    block = 4 * 4 * 8 * 2  # tokens, heads, elements and their bytes
+    begins = {number * block for number in src}
+    leaves = [
+        (at, length)
+        for at, length in zip(found.src_offset.tolist(), found.length.tolist(), strict=True)
+        if not {at + step for step in range(0, length, block)} <= begins
+    ]
+    if leaves:
+        raise Violation(f"layout: spans (offset, bytes) {leaves} read what P's blocks {src} do not hold")
+
+
 def neighbours(seed: int) -> None:
     """Blocks that follow each other on both sides are one span."""
     (shard,) = pair([_one("P")], [_one("D")])
@@ -180,9 +234,100 @@ def one_rank_of_the_latent(patch: Patch) -> None:
     def make(assign: Any) -> Any:
         return lambda held, wanted, pieces: assign(held, wanted[:1], pieces)
 
-    from pushkv.model.layout import _pair
-
     wrap(patch, _pair, "_assign", make)
+
+
+@mutant(one_side_in_order, "layout")
+def joined_where_one_side_is_in_order(patch: Patch) -> None:
+    """F38: to have fewer descriptors, runs are joined that follow each other on D alone."""
+
+    def join(src: Any, dst: Any, length: Any) -> Any:
+        first = np.concatenate(([0], np.flatnonzero(dst[1:] != dst[:-1] + length[:-1]) + 1))
+        return src[first], dst[first], np.add.reduceat(length, first)
+
+    patch.setattr("pushkv.model.layout._plan._join", join)
+
+
+@mutant(whole_case, "layout")
+def block_sizes_are_taken_for_equal(patch: Patch) -> None:
+    """F25: D's block ids are counted in P's block size."""
+
+    def make(build: Any) -> Any:
+        return lambda src, dst, *rest: build(src, replace(dst, block_tokens=src.block_tokens), *rest)
+
+    wrap(patch, _plan, "build", make)
+
+
+@mutant(kernel_blocks, "layout")
+def kernel_blocks_are_taken_for_the_pools(patch: Patch) -> None:
+    """F25: the pool's block ids are used as the kernel's, which are shorter."""
+
+    def offsets(self: Any, tokens: Any) -> Any:
+        index, slot = np.divmod(tokens - self.first_token, self.block_tokens)
+        return self.blocks[index // self.ratio] * self.block_stride + slot * self.token_stride
+
+    patch.setattr(_plan.Placed, "offsets", offsets)
+
+
+@mutant(square, "layout")
+def axes_are_taken_for_equal(patch: Patch) -> None:
+    """F25: heads and tokens lie in another order on D, and P's order is used."""
+
+    def make(bundles: Any) -> Any:
+        def mutated(src: Any, dst: Any, pieces: Any) -> Any:
+            turned = [
+                replace(piece.dst, head_stride=piece.dst.token_stride, token_stride=piece.dst.head_stride)
+                for piece in pieces
+            ]
+            return bundles(src, dst, [p._replace(dst=view) for p, view in zip(pieces, turned, strict=True)])
+
+        return mutated
+
+    wrap(patch, _pair, "_bundles", make)
+
+
+@mutant(whole_case, "layout")
+def every_rank_gets_the_first_heads(patch: Patch) -> None:
+    """F30: where a rank of D begins among P's heads is forgotten."""
+
+    def make(bundles: Any) -> Any:
+        def mutated(src: Any, dst: Any, pieces: Any) -> Any:
+            views = [replace(p.src, head_start=p.head_start, head_stop=p.head_stop) for p in pieces]
+            return bundles(src, dst, [p._replace(src=view) for p, view in zip(pieces, views, strict=True)])
+
+        return mutated
+
+    wrap(patch, _pair, "_bundles", make)
+
+
+@mutant(whole_case, "layout")
+def only_whole_blocks_are_moved(patch: Patch) -> None:
+    """F33: a last block that is not full is left as an older prompt has left it."""
+
+    def make(tokens: Any) -> Any:
+        def mutated(self: Any, part: Part) -> tuple[int, int]:
+            start, stop = tokens(self, part)
+            return start, max(start, stop - stop % self.dst.page_tokens)
+
+        return mutated
+
+    wrap(patch, _pair.Bundle, "tokens", make)
+
+
+@mutant(window, "layout")
+def a_window_begins_with_its_first_token(patch: Patch) -> None:
+    """F33: the rest of the block in which a window begins is left as an older prompt has left it, and D's engine
+    caches the block.
+    """
+
+    def make(tokens: Any) -> Any:
+        def mutated(self: Any, part: Part) -> tuple[int, int]:
+            start, stop = tokens(self, part)
+            return max(start, stop - self.window_tokens + 1), stop
+
+        return mutated
+
+    wrap(patch, _pair.Bundle, "tokens", make)
 
 
 @mutant(neighbours, "layout")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from pushkv.model.protocol import Settings
-from pushkv.sim.explore.ghost import Violation
 from pushkv.sim.explore.profiles import CONFIGS, Config, Driver, Profile
+from pushkv.sim.explore.violation import Violation
 from pushkv.sim.explore.world import SETTINGS, World
 
 SEEDS = 60

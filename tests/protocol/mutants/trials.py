@@ -9,10 +9,10 @@ from typing import Any
 from pushkv.model.protocol import MessageError, decode, encode
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.sim.explore.ghost import Violation
 from pushkv.sim.explore.profiles import CALM, Config, Driver
+from pushkv.sim.explore.violation import Violation
 from pushkv.sim.explore.world import SETTINGS, World
-from tests.protocol.transcripts import ONE, STEADY
+from tests.protocol.transcripts import ONE, STEADY, tell
 
 MODES = ("packed", "early", "late", "pull")
 
@@ -99,6 +99,11 @@ def own_pause(seed: int) -> None:
     world.run(3.0)
     if request.outcome:
         raise Violation(f"V1: {request.outcome} after {sleep} s of D's own sleep")
+
+
+def cold_link(seed: int) -> None:
+    """I5c: of two senders one cannot be reached before the transfer has given way, and landed from the other."""
+    tell("gave_way_before_its_handshake")
 
 
 def churn(seed: int) -> None:

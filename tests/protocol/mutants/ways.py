@@ -7,12 +7,15 @@ from typing import Any
 
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
+from pushkv.model.protocol.endpoint import Endpoint
+from pushkv.model.protocol.incoming import Expected, Shard
 from pushkv.model.protocol.ledger import Ledger
+from pushkv.model.protocol.receiving import Registrations
 from pushkv.model.protocol.sender import Sender
 from pushkv.sim.explore.profiles import CALM, CHURN, CONFIGS
 from pushkv.sim.explore.world import SETTINGS
 from tests.protocol.mutants.registry import Patch, mutant, wrap
-from tests.protocol.mutants.trials import wrong_engine
+from tests.protocol.mutants.trials import cold_link, wrong_engine
 
 
 @mutant(
@@ -24,6 +27,32 @@ from tests.protocol.mutants.trials import wrong_engine
 def landed_ranks_are_asked_again(patch: Patch) -> None:
     """F17: what gave way on one rank and landed on another is registered anew on both, though nobody sends twice."""
     patch.setattr(Ledger, "_resume", lambda self, entry, out: self._requeue(entry, out))
+
+
+@mutant(cold_link, "I5c")
+def what_goes_on_is_registered_anywhere(patch: Patch) -> None:
+    """F17: what gave way too late is registered again at once, whether its link is up, asleep or forgotten. (Was in the
+    first version of ``Registrations._resume``.)
+    """
+
+    waiting: list[Shard] = []
+
+    def resume(self: Registrations, transfer: Expected) -> None:
+        transfer.requeue, transfer.reason = False, ""
+        for index, old in enumerate(transfer.shards):
+            if old.state == "ended":
+                transfer.shards[index] = shard = Shard(old.link, transfer)
+                transfer.open += 1
+                waiting.append(shard)
+                self.wanted.append(old.link.key)
+
+    def register_again(self: Endpoint, now: float, out: Any) -> None:
+        self.receiver.wanted.clear()
+        while waiting:
+            self.receiver._register(waiting.pop(), now, out)
+
+    patch.setattr(Registrations, "_resume", resume)
+    patch.setattr(Endpoint, "_register_again", register_again)
 
 
 @mutant(replace(CALM, modes=("late", "packed"), blocks=7, requests=6.0, preempts=3.0, crowded=0.0), "V1 I5")
