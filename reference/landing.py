@@ -64,25 +64,25 @@ class Loading:
             return self._given_up
 
     def begun(self, copies: list[Copy], error: str = "") -> None:
-        """By the transfer thread: the copies are done (on a host) or enqueued (on a device); or why they are not."""
+        """By the transfer thread: the copies are done (on a host) or enqueued (on a device). ``error``: why these are
+        not all of them.
+        """
         self.error, self._copies = error, copies
         self.launched_s = time.monotonic()
         self._begun.release()
 
     def wait(self, timeout_s: float = 60.0) -> bool:
         """Return when what is done or enqueued by this thread from now on sees the bytes; ``False``: it will not, and
-        ``error`` says why.
+        ``error`` says why. What was copied all the same is over then, too.
         """
         if not self._begun.acquire(timeout=timeout_s) and (
             self._give_up() or not self._begun.acquire(timeout=timeout_s)
         ):
             return False
         self._begun.release()  # whoever waits again does not wait
-        if self.error:
-            return False
         for copy in self._copies:
             copy.join()
-        return True
+        return not self.error
 
 
 class Inbound:
@@ -199,14 +199,18 @@ class Landing:
         if not isinstance(message, msg.Written):
             return True
         inbound = self.inbound.get(self._of_attempt.get((link, message.attempt), ""))
-        if inbound is None:
-            return True
+        fellow = self.rank.fellows.get(link)
+        if (
+            inbound is None
+            or fellow is None
+            or (message.src, message.dst) != (fellow.incarnation, self.rank.incarnation)
+        ):
+            return True  # the machines will not believe it
         inbound.parts[link].setdefault(message.part, message.tokens)
         inbound.heard_s = inbound.heard_s or time.monotonic()
         if inbound.packed and isinstance(self.copier, DeviceCopier):
             self._unplanned.append((inbound, link))
-        fellow = self.rank.fellows.get(link)
-        silent = fellow is None or fellow.incoming is None or fellow.facts.arrival != "notification"
+        silent = fellow.incoming is None or fellow.facts.arrival != "notification"
         if silent or not message.tokens:
             return True
         if (link, message.part) in inbound.noticed:
@@ -285,32 +289,42 @@ class Landing:
             self.rank.count("scatter too late")
             self.rank.tell_office(Loaded(loading.transfer_id), begun)
             return
+        copies: list[Copy] = []
+        error = ""
         try:
-            copies = self._scatter(loading)
-        except Exception as error:
+            self._scatter(loading, copies)
+        except Exception as failure:  # what was launched before goes on
             log.exception("scatter of %s", loading.transfer_id)
             self.rank.count("scatter failed")
-            loading.begun([], str(error) or repr(error))
-            self.rank.tell_office(Loaded(loading.transfer_id), begun)
-            return
-        loading.begun(copies)
+            error = str(failure) or repr(failure)
+        loading.begun(copies, error)
         self._loads.append((loading, copies))
         if self.rank.bell is not None and copies:
             self.rank.bell.watch(copies[-1])
         self.poll(begun)
 
     def plan_ahead(self) -> None:
-        """Plan the scatters of the parts that have come: after everybody was told of them."""
+        """Plan the scatter of a part that has come: after everybody was told of it, and one between two looks, so that
+        nobody who loads meanwhile waits for all of them.
+        """
         while self._unplanned:
-            inbound, link = self._unplanned.popleft()
-            if self.inbound.get(inbound.transfer_id) is not inbound or link not in inbound.parts:
-                continue
-            try:
-                for shard, part, offset in self._parts(inbound, link):
-                    if (offset, part.stop) not in inbound.ahead:
-                        inbound.ahead[offset, part.stop] = self._ahead(shard, part, offset)
-            except LayoutError as error:  # it is planned when it is loaded
-                log.debug("%s: %s", inbound.transfer_id, error)
+            if self._planned(*self._unplanned[0]):
+                self.rank.look_again()
+                return
+            self._unplanned.popleft()
+
+    def _planned(self, inbound: Inbound, link: ev.Link) -> bool:
+        """Plan the first part from ``link`` that is not; whether there was one."""
+        if self.inbound.get(inbound.transfer_id) is not inbound or link not in inbound.parts:
+            return False
+        try:
+            for shard, part, offset in self._parts(inbound, link):
+                if (offset, part.stop) not in inbound.ahead:
+                    inbound.ahead[offset, part.stop] = self._ahead(shard, part, offset)
+                    return True
+        except LayoutError as error:  # it is planned when it is loaded
+            log.debug("%s: %s", inbound.transfer_id, error)
+        return False
 
     def _ahead(self, shard: Shard, part: Part, offset: int) -> list[Ahead] | None:
         """``None`` when this part must be planned when it is loaded."""
@@ -349,13 +363,13 @@ class Landing:
             pieces += found
         return pieces
 
-    def _scatter(self, loading: Loading) -> list[Copy]:
+    def _scatter(self, loading: Loading, copies: list[Copy]) -> None:
+        """Adds each copy as it is under way. Raises when one cannot be."""
         inbound = self.inbound.get(loading.transfer_id)
         if inbound is None or not inbound.landed_s or not inbound.packed:
             raise LayoutError(f"{loading.transfer_id} has not landed here")
         tables = [block_table(ids) for ids in loading.blocks]
         segments = np.asarray(sorted(inbound.memory), np.int64)
-        copies = []
         pieces = inbound.pieces
         if isinstance(self.copier, DeviceCopier):
             planned, pieces = self._split(inbound, loading.first)
@@ -365,7 +379,6 @@ class Landing:
             if loading.first < part.stop or part.last:
                 scatter = plan_scatter(shard, tables, part, min(max(part.start, loading.first), part.stop))
                 copies.append(self.copier.scatter(scatter, segments, offset, loading.after))
-        return copies
 
     def _split(self, inbound: Inbound, first: int) -> tuple[list[Ahead], list[tuple[Shard, Part, int]]]:
         """What was planned ahead, and the parts that were not, or of which not all is wanted."""
@@ -388,16 +401,17 @@ class Landing:
             if all(copy.done() for copy in copies):
                 self._loads.remove(load)
                 over = time.monotonic()
-                self.rank.record(
-                    {
-                        "side": "load",
-                        "transfer_id": loading.transfer_id,
-                        "scatter_s": over - loading.asked_s,
-                        "asked_s": loading.asked_s,
-                        "launched_s": loading.launched_s,
-                        "loaded_s": over,
-                    }
-                )
+                if not loading.error:
+                    self.rank.record(
+                        {
+                            "side": "load",
+                            "transfer_id": loading.transfer_id,
+                            "scatter_s": over - loading.asked_s,
+                            "asked_s": loading.asked_s,
+                            "launched_s": loading.launched_s,
+                            "loaded_s": over,
+                        }
+                    )
                 self.rank.tell_office(Loaded(loading.transfer_id), now)
 
     def total(self, word: Total) -> None:

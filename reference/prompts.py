@@ -6,6 +6,7 @@ monotonic clock.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -62,12 +63,12 @@ class Prompt:
 
     grants: the peers' landing memory as it was named, offset and segments. chunks: (tokens, step), ascending: so many
     tokens are in the blocks once the engine's step ``step`` has run, or by now (0). fenced: what was told in an earlier
-    step holds no more.
+    step holds no more. stale: so it was with the blocks that were told last.
     """
 
     __slots__ = (
         "begun_s", "blocks", "bytes", "chunks", "computed_s", "descriptors", "enqueued_s", "fenced", "grants", "over",
-        "packed", "parts", "tables", "tokens", "transfer_id",
+        "packed", "parts", "stale", "tables", "tokens", "transfer_id",
     )  # fmt: skip
 
     def __init__(self, transfer_id: str, tokens: int, now: float) -> None:
@@ -80,12 +81,13 @@ class Prompt:
         self.parts: dict[int, Stamps] = {}
         self.grants: dict[ev.Link, tuple[Any, int, Longs]] = {}
         self.bytes = self.descriptors = 0
-        self.packed = self.over = False
+        self.packed = self.over = self.stale = False
 
-    def lose(self) -> None:
-        """Its blocks are not its own any more."""
-        self.blocks = self.tables = None
-        self.chunks.clear()
+    def lose(self, before: float = math.inf) -> None:
+        """Its blocks are not its own any more, but for those of step ``before`` or later, and what is held."""
+        self.chunks = [chunk for chunk in self.chunks if not chunk[1] or chunk[1] >= before]
+        if not self.chunks:
+            self.blocks = self.tables = None
 
     def step_of(self, stop: int) -> int | None:
         """The step that must have run before the first ``stop`` tokens can be gathered; ``None``: not known yet."""

@@ -311,6 +311,9 @@ class Rank:
                     self.landing.commanded(command, now)
                 elif isinstance(command, ev.Begin):
                     self.sending.begin(command, now)
+                elif isinstance(command, ev.Computed):
+                    if not self.sending.computed(command):
+                        continue
                 elif isinstance(command, (ev.Preempted, ev.Abort)):
                     self.sending.commanded(command)
                 self.pending.append(command)
@@ -336,6 +339,8 @@ class Rank:
             except Exception:
                 log.exception("%s", action)
                 self.count("failed action")
+        if any(isinstance(event, ev.Preempted) for event in told):
+            self.sending.take_back()
 
     def _drained(self, told: list[ev.Record]) -> Iterator[ev.Record]:
         pending = self.pending
@@ -371,6 +376,8 @@ class Rank:
         self._open = (
             len(self.sending.prompts) + len(self.landing.inbound) + sum(self.endpoint.busy(link) for link in peers)
         )
+        if self._rung:
+            return
         if active:
             self._looks += 1
             time.sleep(min(SLOWEST_S, ACTIVE_S * (1 << min(self._looks // 64, 8))))

@@ -4,11 +4,11 @@ Decides where in staging a part lies and when its memory is free again, and that
 that computes it is enqueued. What is packed or posted, and when, the machines say; at the moment of posting they are
 asked once more (``Sender.claim``).
 
-Chunks. A chunk is told of when its step is scheduled; its gather waits here for the word that the step is enqueued
-(``Enqueued``), and on the device for the step itself, so that it runs right behind it and before the next one is done.
-A prompt that is finished is held until nothing reads it. One that is preempted loses its blocks at once: before they
-are overwritten ``fence`` waits for the gathers under way, and what is not gathered yet waits for the blocks that the
-prompt gets next.
+Chunks. A chunk is told of when its step is scheduled; the machines hear of it when the step is enqueued (``Enqueued``),
+so that what is planned can be gathered. The gather waits on the device for the step itself: it runs right behind it and
+before the next one is done. A prompt that is finished is held until nothing reads it. One that is preempted loses its
+blocks at once: before they are overwritten ``fence`` waits for the gathers under way, and what is not gathered yet, for
+want of room, is given back to the machines (``Unpacked``).
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Sending:
         self._writes: dict[int, Posted] = {}
         self._enqueued = self._over_step = 0
         self._marks: deque[Enqueued] = deque()
+        self._scheduled: deque[tuple[int, ev.Computed]] = deque()
         self._fenced: OrderedDict[str, int] = OrderedDict()
 
     @property
@@ -93,7 +94,8 @@ class Sending:
         if prompt is None:
             return
         if table.step:
-            if table.step < prompt.fenced:
+            prompt.stale = table.step < prompt.fenced
+            if prompt.stale:
                 return  # it was preempted meanwhile
             prompt.chunks.append((table.tokens, table.step))
             if table.step <= self._enqueued:
@@ -103,9 +105,26 @@ class Sending:
             prompt.computed_s = time.monotonic()
         prompt.blocks, prompt.tables = table.blocks, None
 
+    def computed(self, command: ev.Computed) -> bool:
+        """Whether the machines hear of a chunk now: not before its step is enqueued, and never when it was preempted
+        before they could.
+        """
+        prompt = self.prompts.get(command.transfer_id)
+        if prompt is None or command.final or not command.tokens:
+            return True
+        if not prompt.stale and prompt.last_step > self._enqueued:
+            self._scheduled.append((prompt.last_step, command))
+            return False
+        return not prompt.stale
+
     def enqueued(self, word: Enqueued) -> None:
         """A step is enqueued: what it computes can be gathered behind it."""
         self._enqueued = word.step
+        while self._scheduled and self._scheduled[0][0] <= word.step:
+            step, command = self._scheduled.popleft()
+            found = self.prompts.get(command.transfer_id)
+            if found is not None and (command.tokens, step) in found.chunks:  # else it is lost, or finished since
+                self.rank.pending.append(command)
         marks = self._marks
         marks.append(word)
         while marks and (marks[0].event is None or marks[0].event.query()):
@@ -122,11 +141,13 @@ class Sending:
         return next(mark.event for mark in self._marks if mark.step >= step)
 
     def fence(self, fence: Fence) -> None:
-        """What is not gathered of these prompts waits for other blocks; what is under way is said."""
+        """What is not gathered of these prompts waits to be taken back; what is under way is said. Of the step that
+        fences there may be blocks already: they are the new ones.
+        """
         for transfer_id in fence.transfer_ids:
             prompt = self.prompts.get(transfer_id)
             if prompt is not None:
-                prompt.lose()
+                prompt.lose(fence.step)
                 prompt.fenced = fence.step
             else:
                 self._fenced[transfer_id] = fence.step
@@ -182,8 +203,23 @@ class Sending:
         self._waiting.append(action)
         self._start()
 
+    def take_back(self) -> None:
+        """The machines have heard of a preemption: what they have lost before its gather began is given back."""
+        lost = self.rank.endpoint.sender.lost
+        kept: deque[ev.Pack] = deque()
+        for action in reversed(self._waiting):
+            if not lost(action.handle):
+                kept.appendleft(action)
+                continue
+            prompt = self.prompts.get(action.transfer_id)
+            if prompt is not None:
+                prompt.parts.pop(action.handle, None)
+            self.rank.count("parts taken back")
+            self.rank.pending.append(ev.Unpacked(action.handle))
+        self._waiting = kept
+
     def _start(self) -> None:
-        """Gather what can be gathered. Who waits for memory is served in order; who waits for a step delays nobody."""
+        """Gather what can be gathered. Who waits for memory is served in order; who lost its blocks delays nobody."""
         kept: deque[ev.Pack] = deque()
         room = True
         while self._waiting:

@@ -1,0 +1,190 @@
+"""A prefill that is preempted while its chunks wait here: for the word that their step is enqueued, or for room in
+staging. It keeps nothing from others, and goes on when it is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pushkv.model.protocol import events as ev
+from pushkv.reference import trace
+
+from .channels import until
+from .inprocess import BLOCKS, Engine, play
+from .test_two_engines import Hosts, Make, Pair, hand_over
+
+pytest.importorskip("torch", reason="the caches are torch tensors")
+
+RANKS = pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """As in ``test_two_engines``."""
+    exchange, made = play(monkeypatch), []
+
+    def make(p_tp: int, d_tp: int, **more: int) -> Pair:
+        made.append(Engine(exchange, "P", p_tp, tmp_path, **more))
+        made.append(Engine(exchange, "D", d_tp, tmp_path, block=32, **more))
+        return made[0], made[1]
+
+    yield make
+    for engine in made:
+        engine.stop()
+    for path in [path for engine in made for path in engine.traces()]:
+        told, expected = trace.replay(path)
+        assert told == expected
+
+
+def told_of(p: Engine, tokens: int, blocks: tuple[list[int]], *, enqueued: bool = False) -> None:
+    """The next step computes the first ``tokens`` tokens of ``t``; every rank has heard of it."""
+    p.step += 1
+    p.office.blocks("t", blocks, tokens, p.step)
+    p.office.command(ev.Computed("t", tokens, False))
+    for rank in p.ranks:
+        assert until(lambda rank=rank: rank.sending.prompts["t"].last_step == p.step)
+        if enqueued:
+            rank.enqueued(p.step)
+
+
+def begun(p: Engine, d: Engine, tokens: int = 200) -> None:
+    """``t`` runs at P, and D has granted it memory."""
+    p.begin("t", tokens)
+    d.office.arrive("t", p.address, tokens, tokens, True)
+    for rank in p.ranks:
+        senders = rank.endpoint.sender
+        assert until(
+            lambda senders=senders: any(
+                all(shard.memory is not None for shard in one.shards.values()) and len(one.shards) == one.fanout
+                for one in list(senders._transfers.values())
+            )
+        )
+
+
+def two_lives(p: Engine, d: Engine, tokens: int = 200) -> tuple[tuple[list[int]], tuple[list[int]], tuple[list[int]]]:
+    """P's blocks before and after the preemption, and D's."""
+    hosts, each = Hosts(11), -(-tokens // p.block)
+    blocks = hosts.dice.sample(range(1, BLOCKS), 2 * each)
+    return (blocks[:each],), (blocks[each:],), hosts.blocks(d, tokens)
+
+
+@RANKS
+def test_a_step_that_is_not_enqueued_holds_no_staging(pair: Make, p_tp: int, d_tp: int) -> None:
+    """The chunk's step was scheduled and never ran, and the prompt is not computed again: another one leaves."""
+    p, d = pair(p_tp, d_tp, staging_bytes=2 << 12)
+    first, second, target = two_lives(p, d)
+    begun(p, d)
+    told_of(p, 200, first)
+    assert not any(rank.endpoint.sender.staged_bytes for rank in p.ranks)
+    p.preempt("t", 200, first)
+    assert hand_over((p, d), "other", 64, True) == ("", True)
+    p.office.command(ev.Computed("t", 0, False))
+    p.chunk("t", 96, second)
+    p.chunk("t", 200, second)
+    assert d.scatter("t", 0, 200, target) == ""
+    d.check("t", 0, 200, target)
+    assert p.sent("t", second, 200)
+    for engine in (p, d):
+        engine.emptied()
+
+
+@RANKS
+def test_a_part_that_waits_for_room_is_taken_back(pair: Make, p_tp: int, d_tp: int) -> None:
+    """One segment of staging for every rank, and slow writes: what is behind the first part waits when P preempts."""
+    p, d = pair(p_tp, d_tp, staging_bytes=1 << 12)
+    first, second, target = two_lives(p, d)
+    begun(p, d)
+    for transport in p.transports:
+        transport.delay_s = 0.2
+    p.fill("t", 200, first)
+    told_of(p, 200, first, enqueued=True)
+    for rank in p.ranks:
+        assert until(lambda rank=rank: rank.sending.writes_open and rank.sending._waiting)
+    p.preempt("t", 200, first)
+    for rank in p.ranks:
+        assert until(lambda rank=rank: not rank.endpoint.sender.staged_bytes)
+        assert not rank.sending._waiting
+    assert hand_over((p, d), "other", 64, True) == ("", True)
+    p.office.command(ev.Computed("t", 0, False))
+    p.chunk("t", 96, second)
+    p.chunk("t", 200, second)
+    assert d.scatter("t", 0, 200, target) == ""
+    d.check("t", 0, 200, target)
+    assert p.sent("t", second, 200)
+    for engine in (p, d):
+        engine.emptied()
+
+
+@RANKS
+@pytest.mark.parametrize("end", ["aborted", "left"])
+def test_what_was_taken_back_can_end(pair: Make, p_tp: int, d_tp: int, end: str) -> None:
+    """P's client or D's gives it up while it is queued again: everything is answered, nothing is left."""
+    p, d = pair(p_tp, d_tp, staging_bytes=1 << 12)
+    first, _, target = two_lives(p, d)
+    begun(p, d)
+    for transport in p.transports:
+        transport.delay_s = 0.05
+    p.fill("t", 200, first)
+    told_of(p, 200, first, enqueued=True)
+    p.preempt("t", 200, first)
+    if end == "aborted":
+        p.office.command(ev.Abort("t", "prefill aborted"))
+        assert d.scatter("t", 0, 200, target) == "prefill aborted"
+    else:
+        d.office.tell(ev.Aborted("t"))
+        d.until(ev.Fail, "t")
+    assert not p.sent("t", first, 200)
+    for engine in (p, d):
+        engine.emptied()
+
+
+@RANKS
+def test_a_chunk_of_the_step_that_fences_is_kept(pair: Make, p_tp: int, d_tp: int) -> None:
+    """A prompt that was preempted between two steps is computed again in the next one, of which the ranks are told
+    before that step's fence: what they were told of it is not wiped out.
+    """
+    p, d = pair(p_tp, d_tp)
+    first, second, target = two_lives(p, d)
+    begun(p, d)
+    p.chunk("t", 64, first)
+    p.office.command(ev.Preempted("t"))
+    p.office.command(ev.Computed("t", 0, False))
+    told_of(p, 200, second)
+    for rank in p.ranks:
+        rank.fence(["t"], p.step)
+    p.fill("somebody else", 64, first)
+    p.fill("t", 200, second)
+    for rank in p.ranks:
+        rank.enqueued(p.step)
+    assert d.scatter("t", 0, 200, target) == ""
+    d.check("t", 0, 200, target)
+    assert p.sent("t", second, 200)
+    for engine in (p, d):
+        engine.emptied()
+
+
+def test_what_a_fence_has_overtaken_is_not_told(pair: Make) -> None:
+    """The office of an engine with several ranks is another process: a chunk of which a rank hears after the fence that
+    ended it takes no staging.
+    """
+    p, d = pair(2, 1, staging_bytes=2 << 12)
+    first, second, target = two_lives(p, d)
+    begun(p, d)
+    p.step = 1
+    for rank in p.ranks:
+        rank.enqueued(1)
+        rank.fence(["t"], 2)
+    p.office.blocks("t", first, 200, 1)
+    p.office.command(ev.Computed("t", 200, False))
+    assert hand_over((p, d), "other", 64, True) == ("", True)
+    p.office.command(ev.Preempted("t"))
+    p.office.command(ev.Computed("t", 0, False))
+    p.chunk("t", 200, second)
+    assert d.scatter("t", 0, 200, target) == ""
+    d.check("t", 0, 200, target)
+    assert p.sent("t", second, 200)
+    for engine in (p, d):
+        engine.emptied()
