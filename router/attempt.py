@@ -10,8 +10,9 @@ be tried again. Does not decide on which pair, nor write to the client.
 | P turns out to be another engine than D was told | D's leg is ended; again, with the new name |
 | D answers 4xx (not 429) | P's leg is ended; D's answer is the client's |
 | D cannot be reached, breaks off, 5xx, 429, or streams an error of 5xx first | P's leg is ended; another pair |
+| D's whole answer, not streamed, is not there in `answer_s` | both legs are ended, 504: another would take as long |
 | the client leaves | both legs are ended |
-| D answers first | P's leg goes on: its cache may serve the next request |
+| D answers first | P's leg goes on, in the request's place at the gate: its cache may serve the next request |
 """
 
 from __future__ import annotations
@@ -23,17 +24,16 @@ from typing import Any
 
 import msgspec
 
+from pushkv.router.exchange import Exchange, UpstreamError
+from pushkv.router.headers import Headers
 from pushkv.router.identity import Identity, identity_of, prefill_params
 from pushkv.router.metrics import RouterMetrics
+from pushkv.router.passing import EVENT_ENDS, HELD_BYTES
 from pushkv.router.request import Ask
 from pushkv.router.servers import Fleet, Server
 from pushkv.router.settings import RouterSettings
-from pushkv.router.upstream import Exchange, UpstreamError
 
 _FOUND = (b'data: {"error"', b'data:{"error"')
-EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
-HELD_BYTES = 1 << 20
-"""An event that is not complete is held back up to this size."""
 _REFUSED = (408, 429)
 """4xx that another server may answer otherwise."""
 
@@ -50,14 +50,17 @@ class Failed(Exception):
     """The attempt came to nothing, and no byte has reached the client.
 
     leg: "prefill" or "decode"; reason: of a closed list. again: whether another attempt may help; same: whether the
-    same servers may be tried. status, headers, body: a server's answer that says so, if there was one.
+    same servers may be tried. status, headers, body: a server's answer that says so, if there was one. handed_over: the
+    decode leg was to take over a prompt's KV cache. transfer_id: of the attempt, as the engines' logs name it.
     """
 
     def __init__(self, leg: str, reason: str, *, again: bool = True, same: bool = False) -> None:
         super().__init__(f"{leg}: {reason}")
         self.leg, self.reason, self.again, self.same = leg, reason, again, same
+        self.handed_over = False
+        self.transfer_id = ""
         self.status = 0
-        self.headers: list[tuple[bytes, bytes]] = []
+        self.headers: Headers = []
         self.body = b""
 
     def answered(self, exchange: Exchange, body: bytes) -> Failed:
@@ -102,7 +105,11 @@ class Attempt:
             return await self._begin()
         except PrefillFailed:
             assert self._prefill_error is not None
+            self._prefill_error.transfer_id = self.transfer_id
             raise self._prefill_error from None
+        except Failed as failed:
+            failed.transfer_id, failed.handed_over = self.transfer_id, not self.ask.plain
+            raise
         finally:
             self._release()
 
@@ -115,17 +122,17 @@ class Attempt:
         why = self._why_sequential(prefill)
         if why:
             self._metrics.count("dispatches", "sequential", why)
-            params = await self._prefill_first()
+            said = await self._prefill_first()
+            if self._settings.mode == "push" and said is not None:
+                said["transfer_id"] = self.transfer_id
+            self._start_decode(said)
         else:
             assert prefill.identity is not None
             self._metrics.count("dispatches", "parallel", "push")
             self._told = prefill.identity
             params = prefill.identity.params(self.transfer_id, chat=b"chat" in self.ask.path)
             self._start_prefill(self._prefill_ended).hold(self._settings.max_answer_bytes)
-        if self._settings.mode == "push" and params is not None:
-            params["transfer_id"] = self.transfer_id
-        self._start_decode(params)
-        if not why:
+            self._start_decode(params)
             self._metrics.observe("dispatch_seconds", self.ask.own_s + time.perf_counter() - self._began)
         return await self._first()
 
@@ -134,6 +141,23 @@ class Attempt:
         self._ended = error
         for leg in list(self.legs.values()):
             leg.abort(error)
+
+    def when_over(self, then: Callable[[], None]) -> None:
+        """Call `then` when P's leg has ended too."""
+        leg = self.legs.get("prefill")
+        if leg is None or leg.ended:
+            then()
+            return
+        before = leg.on_end
+
+        def ended(leg: Exchange) -> None:
+            try:
+                if before is not None:
+                    before(leg)
+            finally:
+                then()
+
+        leg.on_end = ended
 
     def _release(self) -> None:
         """The policies gave tokens to both servers; a leg gives them back when it ends, so do legs that never began."""
@@ -219,14 +243,14 @@ class Attempt:
 
     # ------------------------------------------------------------ the decode leg
 
-    def _start_decode(self, params: dict[str, Any] | None) -> None:
+    def _start_decode(self, params: dict[str, Any] | msgspec.Raw | None) -> None:
         if self._ended is not None:  # P's leg had just ended, so there was none that this could have ended
             raise self._ended
         fleet, server = self._fleets[1], self.servers[1]
         tokens = self.ask.prompt_tokens + self.ask.answer_tokens
         leg = self._start(server, self.ask.decode_body(params), lambda _: fleet.finished(server, tokens))
         self.legs["decode"] = leg
-        leg.limit(self._settings.first_token_s)
+        leg.limit(self._settings.first_token_s if self.ask.stream else self._settings.answer_s)
         if self._prefill_error is not None:  # P's leg failed at once
             leg.abort(PrefillFailed())
 
@@ -290,7 +314,10 @@ class Attempt:
         if error.reason in ("connect", "closed"):
             self._fleets[number].lost(server)
         same = error.reason in ("stale", "no descriptors")
-        return Failed(leg, error.reason, again=error.reason != "too large", same=same)
+        again = error.reason != "too large" and not (
+            error.reason == "timeout" and leg == "decode" and not self.ask.stream
+        )
+        return Failed(leg, error.reason, again=again, same=same)
 
 
 def _is_ours_to_retry(first: bytes) -> bool:

@@ -122,7 +122,7 @@ def test_check_prints_the_settings() -> None:
 
 
 def test_without_the_extra_the_refusal_says_what_to_install() -> None:
-    hide = "import sys; sys.modules['uvicorn'] = None; from pushkv.sim.cli import main; sys.exit(main(sys.argv[1:]))"
+    hide = "import sys; sys.modules['httptools'] = None; from pushkv.sim.cli import main; sys.exit(main(sys.argv[1:]))"
     line = [sys.executable, "-c", hide, "router", "--prefill", P, "--decode", D]
     found = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
     assert found.returncode == 2 and "pip install 'pushkv[router]'" in found.stderr
