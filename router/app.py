@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 from pushkv.router.attempt import ClientGone, Failed
 from pushkv.router.client import Client
@@ -47,7 +49,12 @@ class Application:
         self.downstream.draining = True
 
     def handle(self, client: Client) -> None:
-        client.run(self._answer(client))
+        try:
+            waited = self._completion(client) if client.path in PATHS else self._route(client)
+        except Exception as error:
+            self._failed(client, error)
+        else:
+            client.run(self._answered(client, waited))
 
     def refuse(self, client: Client, refusal: Refusal) -> None:
         self.router.metrics.count("refused", str(refusal.status))
@@ -57,41 +64,52 @@ class Application:
             lines += b"retry-after: %d\r\n" % refusal.retry_after_s
         client.answer(refusal.status, lines, error_body(refusal.status, str(refusal), refusal.kind))
 
-    async def _answer(self, client: Client) -> None:
-        status = 500
+    def _completion(self, client: Client) -> Coroutine[Any, Any, int]:
+        """The legs leave now if they can; what is left is waiting."""
+        if client.method != b"POST":
+            raise Refusal(405, "use POST")
+        if self.draining:
+            raise Refusal(503, "the router is stopping", "upstream_error", 1)
+        arrived = time.perf_counter()
+        headers, body, router = client.headers, client.body, self.router
+        ask = parse(client.path, headers, body, router.session_header, prefixes=self._prefixes)
+        client.body = b""  # `ask` has it
+        ask.arrived = arrived
+        ask.own_s = time.perf_counter() - arrived
+        return router.serve(ask, client, router.start(ask, client))
+
+    async def _answered(self, client: Client, waited: Coroutine[Any, Any, int]) -> None:
         try:
-            status = await self._route(client)
-        except ClientGone:
+            status = await waited
+        except Exception as error:
+            self._failed(client, error)
+        else:
+            self.router.metrics.count("requests", str(status))
+        finally:
+            client.task = None
+
+    def _failed(self, client: Client, error: Exception) -> None:
+        """Tell the client, if it is still there."""
+        status = 500
+        if isinstance(error, Refusal):
+            self.refuse(client, error)
+            return
+        if isinstance(error, ClientGone):
             self.router.metrics.count("clients_gone")
             status = 499
-        except Refusal as refusal:
-            self.refuse(client, refusal)
-            return
-        except Failed as failed:
-            status, lines, body = self.router.failed(failed)
+        elif isinstance(error, Failed):
+            status, lines, body = self.router.failed(error)
             client.answer(status, lines, body)
-        except Exception as error:
-            # What went wrong may quote a prompt: only its kind is written down.
+        else:  # What went wrong may quote a prompt: only its kind is written down.
             log.error("a request failed in the router itself: %s", type(error).__name__)
             if client.started:
                 client.break_off()
             else:
                 client.answer(500, _JSON, error_body(500, "the router failed", "internal_error"))
-        finally:
-            client.task = None
         self.router.metrics.count("requests", str(status))
 
     async def _route(self, client: Client) -> int:
         path, method = client.path, client.method
-        if path in PATHS:
-            if method != b"POST":
-                raise Refusal(405, "use POST")
-            if self.draining:
-                raise Refusal(503, "the router is stopping", "upstream_error", 1)
-            arrived = time.perf_counter()
-            ask = parse(path, client.headers, client.body, self.router.session_header, prefixes=self._prefixes)
-            client.body = b""  # `ask` has it
-            return await self.router.serve(ask, client, arrived)
         if path == b"/metrics" and method == b"GET":
             client.answer(200, _TEXT, self.router.exposition(self.draining))
             return 200

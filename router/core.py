@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 
 import msgspec
 
+from pushkv.model.routing.dispatch import NOBODY
 from pushkv.router.attempt import Attempt, ClientGone, Failed
 from pushkv.router.client import Client
 from pushkv.router.exchange import UpstreamError
@@ -44,25 +46,32 @@ class Router:
         self.decode = Fleet("decode", settings.decode, settings)
         self.session_header = settings.session_header.encode()
 
-    async def serve(self, ask: Ask, client: Client, arrived: float) -> int:
-        """Answer one request; the status that the client got. Raises `ClientGone`, or `Refusal` for the queue."""
-        clock = time.perf_counter
-        before = clock()
+    def start(self, ask: Ask, client: Client) -> Attempt | None:
+        """The first attempt, if there is a place for it: its legs leave now."""
         if not self.gate.take():
-            await self._queue(client, before)
-        attempt: Attempt | None = None
+            return None
         try:
-            ask.own_s = before - arrived
-            attempt, first = await self._begin(ask, client)
-            self.metrics.observe("first_token_seconds", clock() - arrived)
+            return self._attempt(ask, client, NOBODY, NOBODY)
+        except BaseException:
+            self.gate.leave()
+            raise
+
+    async def serve(self, ask: Ask, client: Client, attempt: Attempt | None) -> int:
+        """Answer one request; the status that the client got. attempt: what `start` said. Raises `Failed`,
+        `ClientGone`, or `Refusal` for the queue.
+        """
+        if attempt is None:
+            await self._queue(client, time.perf_counter())
+        try:
+            attempt = await self._begin(ask, client, attempt)
             ask.forget()
             client.forget_body()
             try:
-                return await self._answer(ask, attempt, first, client)
+                return await self._finish(attempt, client)
             finally:
                 attempt.decode.abort()  # unless it is complete
         finally:
-            client.on_gone = None
+            client.on_gone = client.on_room = None
             if attempt is None:
                 self.gate.leave()
             else:
@@ -86,19 +95,32 @@ class Router:
             client.on_gone = None
             self.metrics.observe("queue_seconds", time.perf_counter() - before)
 
-    async def _begin(self, ask: Ask, client: Client) -> tuple[Attempt, bytes]:
+    def _attempt(self, ask: Ask, client: Client, not_p: Collection[int], not_d: Collection[int]) -> Attempt:
+        """Started. not_p, not_d: servers that have failed this request. Raises `ClientGone`."""
+        if client.gone:
+            raise ClientGone
+
+        def answer(attempt: Attempt, first: bytes, last: bool) -> None:
+            self._answer(attempt, client, first, last)
+
+        prefill = self.prefill.pick(ask, ask.prompt_tokens, not_p)
+        decode = self.decode.pick(ask, ask.prompt_tokens + ask.answer_tokens, not_d)
+        attempt = Attempt(ask, prefill, decode, (self.prefill, self.decode), self.settings, self.metrics, answer)
+        client.on_gone = lambda: attempt.end(ClientGone())
+        attempt.start()
+        return attempt
+
+    async def _begin(self, ask: Ask, client: Client, attempt: Attempt | None) -> Attempt:
         """Attempts until one has the first bytes of an answer. Raises `Failed` of the last one, or `ClientGone`."""
-        tried: tuple[set[int], set[int]] = (set(), set())
+        not_p: set[int] = set()
+        not_d: set[int] = set()
         left, stale = self.settings.attempts, STALE
         while True:
-            if client.gone:
-                raise ClientGone
-            prefill = self.prefill.pick(ask, ask.prompt_tokens, tried[0])
-            decode = self.decode.pick(ask, ask.prompt_tokens + ask.answer_tokens, tried[1])
-            attempt = Attempt(ask, prefill, decode, (self.prefill, self.decode), self.settings, self.metrics)
-            client.on_gone = lambda attempt=attempt: attempt.end(ClientGone())
+            if attempt is None:
+                attempt = self._attempt(ask, client, not_p, not_d)
             try:
-                return attempt, await attempt.begin()
+                await attempt.begin()
+                return attempt
             except Failed as failed:
                 attempt.end()
                 same = failed.same
@@ -110,55 +132,55 @@ class Router:
                 if not failed.again or not left:
                     raise
                 self.metrics.count("retries", f"{failed.leg} {failed.reason}")
-                log.info(
-                    "transfer %s: the %s leg failed (%s), another attempt",
-                    attempt.transfer_id,
-                    failed.leg,
-                    failed.reason,
-                )
+                shown = attempt.transfer_id, failed.leg, failed.reason
+                log.info("transfer %s: the %s leg failed (%s), another attempt", *shown)
                 if not same:
-                    tried[0 if failed.leg == "prefill" else 1].add(
-                        (prefill if failed.leg == "prefill" else decode).number
-                    )
-                    if failed.leg == "decode":  # the hand-over may be P's fault
-                        tried[0].add(prefill.number)
+                    prefill, decode = attempt.servers
+                    not_p.add(prefill.number)  # also where D failed: the hand-over may be P's fault
+                    if failed.leg == "decode":
+                        not_d.add(decode.number)
+                attempt = None
             except BaseException:
                 attempt.end()
                 raise
 
-    async def _answer(self, ask: Ask, attempt: Attempt, first: bytes, client: Client) -> int:
-        leg = attempt.decode
+    def _answer(self, attempt: Attempt, client: Client, first: bytes, last: bool) -> None:
+        """The first bytes are here, and they are the client's. What follows flows to it without waking anybody."""
+        ask, leg = attempt.ask, attempt.decode
+        self.metrics.observe("first_token_seconds", time.perf_counter() - ask.arrived)
         lines = b"%bx-request-id: %b\r\n" % (
             passed_on(leg.headers, _NOT_FOR_CLIENT),
             ask.request_id or attempt.transfer_id.encode(),
         )
         if not (ask.stream and leg.status == 200):
             client.answer(leg.status, lines, first)
-            return leg.status
+            return
         client.start(200, lines)
-        passing = Passing(client, leg, first)
-        client.on_room = leg.resume
-        try:
+        passing = Passing(client, leg)
+        if not last:
+            client.on_room = leg.resume
             leg.flow(passing.take, self.settings.token_gap_s)
+        passing.take(first, last)
+
+    async def _finish(self, attempt: Attempt, client: Client) -> int:
+        """Until all of the answer has been written; its status."""
+        leg = attempt.decode
+        try:
             await leg.over()
         except ClientGone:
             raise
         except Exception as error:  # whatever it is, the client must see that its answer is not whole
+            if not (attempt.ask.stream and leg.status == 200):
+                raise
             reason = error.reason if isinstance(error, UpstreamError) else "internal"
             self.metrics.count("streams_broken", reason)
-            log.warning(
-                "transfer %s: decode server %s failed after its first token (%s)",
-                attempt.transfer_id,
-                attempt.servers[1].name,
-                reason,
-            )
+            shown = attempt.transfer_id, attempt.servers[1].name, reason
+            log.warning("transfer %s: decode server %s failed after its first token (%s)", *shown)
             if reason in ("connect", "closed", "stale"):
                 self.decode.lost(attempt.servers[1])
             attempt.end()
             client.finish(_BROKEN)
-        finally:
-            client.on_room = None
-        return 200
+        return leg.status
 
     def failed(self, failed: Failed) -> tuple[int, bytes, bytes]:
         """Status, header lines and body for a request whose attempts are over: the last server's where it was the

@@ -55,7 +55,7 @@ class Exchange:
         self._waiter: asyncio.Future[None] | None = None
         self._deadline: Deadline | None = None
         self._sink: Sink | None = None
-        self._gap_s = 0.0
+        self._gap_s: float | None = None
         self.on_end = on_end
         self.status = 0
         self.headers: Headers = []
@@ -65,6 +65,10 @@ class Exchange:
     @property
     def ended(self) -> bool:
         return self.complete or self.error is not None
+
+    async def stirs(self) -> None:
+        """Returns at the next thing that happens, or at `wake`."""
+        await self._wait()
 
     def limit(self, seconds: float | None) -> None:
         """It fails with `timeout` unless it ends within so many seconds, or the limit is set anew. None: no limit."""
@@ -116,12 +120,13 @@ class Exchange:
         """What of the body is here and has not been fetched."""
         return self._take() if self._chunks else b""
 
-    def flow(self, sink: Sink, gap_s: float) -> None:
-        """From now on the body goes to `sink(data, last)` as it comes. A silence of so many seconds is a `timeout`;
-        what `sink` raises ends the exchange.
+    def flow(self, sink: Sink, gap_s: float | None) -> None:
+        """From now on the body goes to `sink(data, last)` as it comes. A silence of so many seconds is a `timeout`
+        (None: `limit` stays as it is); what `sink` raises ends the exchange.
         """
         self._sink, self._gap_s = sink, gap_s
-        self.limit(gap_s)
+        if gap_s is not None:
+            self.limit(gap_s)
         if self.complete or self._chunks:
             self.pour()
         if self.complete or self.error is not None:
@@ -171,7 +176,7 @@ class Exchange:
     def head_is_here(self, status: int) -> None:
         self.status = status
         self.headed = True
-        self._wake()
+        self.wake()
 
     def take(self, data: bytes) -> None:
         """More of the body."""
@@ -185,12 +190,12 @@ class Exchange:
             return
         if self._size > HIGH_WATER and self._connection is not None:
             self._connection.pause()
-        self._wake()
+        self.wake()
 
     def pour(self) -> None:
         """What is here into the sink."""
         assert self._sink is not None
-        if self._deadline is not None and not self.complete:
+        if self._gap_s is not None and self._deadline is not None:
             self._deadline.set(self._gap_s)
         try:
             self._sink(self._take() if self._chunks else b"", self.complete)
@@ -226,12 +231,12 @@ class Exchange:
         self._connection = None
 
     def _end(self) -> None:
-        self._wake()
+        self.wake()
         on_end, self.on_end, self._sink = self.on_end, None, None
         if on_end is not None:
             on_end(self)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

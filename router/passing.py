@@ -14,17 +14,13 @@ HELD_BYTES = 1 << 20
 
 
 class Passing:
-    """`take` is the sink of the leg. first: what of the answer is here already."""
+    """`take` is the sink of the leg."""
 
     __slots__ = ("_client", "_leg", "_rest")
 
-    def __init__(self, client: Client, leg: Exchange, first: bytes) -> None:
+    def __init__(self, client: Client, leg: Exchange) -> None:
         self._client, self._leg = client, leg
         self._rest = b""
-        if leg.complete:
-            self._rest = first
-        else:
-            self.take(first, False)
 
     def take(self, data: bytes, last: bool) -> None:
         """More of the stream; last: that is all of it."""

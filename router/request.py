@@ -65,6 +65,7 @@ class Ask:
     prefix: tuple[int, ...]
     plain: str
     request_id: bytes
+    arrived: float = 0.0  # by `time.perf_counter`
     own_s: float = 0.0  # the router's time on it before it was dispatched, without the queue
 
     def forget(self) -> None:
