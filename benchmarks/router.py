@@ -9,8 +9,8 @@ two: the prefill leg and the decode leg. In each round all ways take turns; the 
 round's own number, and `--json` has every round's.
 
 * streams: 40 tokens, 50 ms apart, so 2 s long; they begin at Poisson's times, 100 a second, whatever has become of
-  those before: on average 200 are open at once. First token: from the moment at which a request was to be sent to the first
-  bytes of its body. "Added" is the difference to the same percentile of the direct requests of the same round.
+  those before: on average 200 are open at once. First token: from the moment at which a request was to be sent to the
+  first bytes of its body. "Added" is the difference to the same percentile of the direct requests of the same round.
 * whole answers at a given rate: the same for requests that are not streamed, `--rate` a second.
 * whole answers, as many as go: so many clients that send their next request when they have their answer.
 * CPU time of what is in between, user and system apart, per request: what bounds it, also where others use the machine.

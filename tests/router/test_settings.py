@@ -171,3 +171,14 @@ def test_the_process_reloads_its_list_and_drains(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("setting", ["upstream_ca", "tls_cert"])
+def test_check_tries_the_certificates(tmp_path: Path, setting: str) -> None:
+    bad = tmp_path / "bad.pem"
+    bad.write_text("none")
+    path = tmp_path / "router.toml"
+    lines = f'{setting} = "{bad}"\n' + (f'tls_key = "{bad}"\n' if setting == "tls_cert" else "")
+    path.write_text(f'{lines}[[prefill]]\nurl = "https://127.0.0.1:9"\n[[decode]]\nurl = "{D}"\n')
+    found = command("--config", str(path), "--check")
+    assert found.returncode == 2 and setting in found.stderr and "cannot be used" in found.stderr
