@@ -10,8 +10,9 @@ be tried again. Does not decide on which pair, nor write to the client.
 | P turns out to be another engine than D was told | D's leg is ended; again, with the new name |
 | D answers 4xx (not 429) | P's leg is ended; D's answer is the client's |
 | D cannot be reached, breaks off, 5xx, 429, or streams an error of 5xx first | P's leg is ended; another pair |
+| D's whole answer, not streamed, is not there in `answer_s` | both legs are ended, 504: another would take as long |
 | the client leaves | both legs are ended |
-| D answers first | P's leg goes on: its cache may serve the next request |
+| D answers first | P's leg goes on, in the request's place at the gate: its cache may serve the next request |
 """
 
 from __future__ import annotations
@@ -23,17 +24,16 @@ from typing import Any
 
 import msgspec
 
+from pushkv.router.exchange import Exchange, UpstreamError
+from pushkv.router.headers import Headers
 from pushkv.router.identity import Identity, identity_of, prefill_params
 from pushkv.router.metrics import RouterMetrics
+from pushkv.router.passing import EVENT_ENDS, HELD_BYTES
 from pushkv.router.request import Ask
 from pushkv.router.servers import Fleet, Server
 from pushkv.router.settings import RouterSettings
-from pushkv.router.upstream import Exchange, UpstreamError
 
 _FOUND = (b'data: {"error"', b'data:{"error"')
-EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
-HELD_BYTES = 1 << 20
-"""An event that is not complete is held back up to this size."""
 _REFUSED = (408, 429)
 """4xx that another server may answer otherwise."""
 
@@ -50,14 +50,17 @@ class Failed(Exception):
     """The attempt came to nothing, and no byte has reached the client.
 
     leg: "prefill" or "decode"; reason: of a closed list. again: whether another attempt may help; same: whether the
-    same servers may be tried. status, headers, body: a server's answer that says so, if there was one.
+    same servers may be tried. status, headers, body: a server's answer that says so, if there was one. handed_over: the
+    decode leg was to take over a prompt's KV cache. transfer_id: of the attempt, as the engines' logs name it.
     """
 
     def __init__(self, leg: str, reason: str, *, again: bool = True, same: bool = False) -> None:
         super().__init__(f"{leg}: {reason}")
         self.leg, self.reason, self.again, self.same = leg, reason, again, same
+        self.handed_over = False
+        self.transfer_id = ""
         self.status = 0
-        self.headers: list[tuple[bytes, bytes]] = []
+        self.headers: Headers = []
         self.body = b""
 
     def answered(self, exchange: Exchange, body: bytes) -> Failed:
@@ -75,19 +78,27 @@ _answer = msgspec.json.Decoder(_Answer)
 
 
 class Attempt:
-    """Use: `await begin()`, which returns the first bytes of the answer, then read `decode`; `end` ends it early."""
+    """Use: `start`, which sends at once what can leave at once, then `await begin()`; `end` ends it early.
+
+    answer: called with the first bytes of the answer (all of one that is not streamed) once they are known to be the
+    client's, in the callback that brings them; and with whether that is all.
+    """
 
     def __init__(
         self, ask: Ask, prefill: Server, decode: Server, fleets: tuple[Fleet, Fleet], settings: RouterSettings,
-        metrics: RouterMetrics,
+        metrics: RouterMetrics, answer: Callable[[Attempt, bytes, bool], None],
     ) -> None:  # fmt: skip
         self.ask = ask
         self.servers = prefill, decode
-        self._fleets, self._settings, self._metrics = fleets, settings, metrics
+        self._fleets, self._settings, self._metrics, self._answer = fleets, settings, metrics, answer
         self.transfer_id = os.urandom(16).hex()
         self.legs: dict[str, Exchange] = {}
         self._told: Identity | None = None  # who the decode leg was told that P is
+        self._why = ""
         self._prefill_error: Failed | None = None
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._useless: bytes | None = None
         self._answering = False
         self._ended: BaseException | None = None
         self._began = time.perf_counter()
@@ -96,44 +107,65 @@ class Attempt:
     def decode(self) -> Exchange:
         return self.legs["decode"]
 
-    async def begin(self) -> bytes:
-        """The first bytes of the answer (all of one that is not streamed). Raises `Failed`, or what `end` was given."""
-        try:
-            return await self._begin()
-        except PrefillFailed:
-            assert self._prefill_error is not None
-            raise self._prefill_error from None
-        finally:
-            self._release()
-
-    async def _begin(self) -> bytes:
+    def start(self) -> None:
+        """Both legs, unless D's must wait for P's answer."""
         prefill, _ = self.servers
         if self.ask.plain:
             self._metrics.count("dispatches", "plain", self.ask.plain)
             self._start_decode(None)
-            return await self._first()
-        why = self._why_sequential(prefill)
-        if why:
-            self._metrics.count("dispatches", "sequential", why)
-            params = await self._prefill_first()
-        else:
-            assert prefill.identity is not None
-            self._metrics.count("dispatches", "parallel", "push")
-            self._told = prefill.identity
-            params = prefill.identity.params(self.transfer_id, chat=b"chat" in self.ask.path)
-            self._start_prefill(self._prefill_ended).hold(self._settings.max_answer_bytes)
-        if self._settings.mode == "push" and params is not None:
-            params["transfer_id"] = self.transfer_id
-        self._start_decode(params)
-        if not why:
-            self._metrics.observe("dispatch_seconds", self.ask.own_s + time.perf_counter() - self._began)
-        return await self._first()
+            return
+        self._why = self._why_sequential(prefill)
+        if self._why:
+            self._metrics.count("dispatches", "sequential", self._why)
+            return
+        assert prefill.identity is not None
+        self._metrics.count("dispatches", "parallel", "push")
+        self._told = prefill.identity
+        self._start_prefill(self._prefill_ended).hold(self._settings.max_answer_bytes)
+        self._start_decode(prefill.identity.params(self.transfer_id, chat=b"chat" in self.ask.path))
+        self._metrics.observe("dispatch_seconds", self.ask.own_s + time.perf_counter() - self._began)
+
+    async def begin(self) -> None:
+        """Returns when `answer` has been called. Raises `Failed`, or what `end` was given; then it never will be."""
+        try:
+            if self._why:
+                said = await self._prefill_first()
+                if self._settings.mode == "push" and said is not None:
+                    said["transfer_id"] = self.transfer_id
+                self._start_decode(said)
+            await self._first()
+        except PrefillFailed:
+            assert self._prefill_error is not None
+            self._prefill_error.transfer_id = self.transfer_id
+            raise self._prefill_error from None
+        except Failed as failed:
+            failed.transfer_id, failed.handed_over = self.transfer_id, not self.ask.plain
+            raise
+        finally:
+            self._release()
 
     def end(self, error: BaseException | None = None) -> None:
         """End the legs that have not ended."""
         self._ended = error
         for leg in list(self.legs.values()):
             leg.abort(error)
+
+    def when_over(self, then: Callable[[], None]) -> None:
+        """Call `then` when P's leg has ended too."""
+        leg = self.legs.get("prefill")
+        if leg is None or leg.ended:
+            then()
+            return
+        before = leg.on_end
+
+        def ended(leg: Exchange) -> None:
+            try:
+                if before is not None:
+                    before(leg)
+            finally:
+                then()
+
+        leg.on_end = ended
 
     def _release(self) -> None:
         """The policies gave tokens to both servers; a leg gives them back when it ends, so do legs that never began."""
@@ -219,50 +251,67 @@ class Attempt:
 
     # ------------------------------------------------------------ the decode leg
 
-    def _start_decode(self, params: dict[str, Any] | None) -> None:
+    def _start_decode(self, params: dict[str, Any] | msgspec.Raw | None) -> None:
         if self._ended is not None:  # P's leg had just ended, so there was none that this could have ended
             raise self._ended
         fleet, server = self._fleets[1], self.servers[1]
         tokens = self.ask.prompt_tokens + self.ask.answer_tokens
         leg = self._start(server, self.ask.decode_body(params), lambda _: fleet.finished(server, tokens))
         self.legs["decode"] = leg
-        leg.limit(self._settings.first_token_s)
+        leg.flow(self._hear, None)
+        leg.limit(self._settings.first_token_s if self.ask.stream else self._settings.answer_s)
         if self._prefill_error is not None:  # P's leg failed at once
             leg.abort(PrefillFailed())
 
-    async def _first(self) -> bytes:
+    def _hear(self, data: bytes, last: bool) -> None:
+        """The sink of D's leg until so much is here that it can be judged: a stream's first event, or all."""
+        if self._useless is not None:
+            return
         leg = self.decode
-        try:
-            await leg.head()
-            if self.ask.stream and leg.status == 200:
-                first = await self._first_event(leg)
-            else:
-                first = await leg.whole(self._settings.max_answer_bytes)
-        except UpstreamError as error:
-            self._cast_doubt(error.reason)
-            raise self._broken("decode", error) from None
-        if leg.error is not None and not isinstance(leg.error, UpstreamError):
-            raise leg.error  # it was ended while its first event was on its way to us
-        if leg.status >= 500 or leg.status in _REFUSED or (first.startswith(_FOUND) and _is_ours_to_retry(first)):
-            self._cast_doubt("status")
-            self._metrics.count("legs_failed", "decode", self.servers[1].name, f"status {max(5, leg.status // 100)}xx")
-            raise Failed("decode", "status").answered(leg, first)
-        if self.ask.stream and leg.status == 200 and not first:
-            raise self._broken("decode", UpstreamError("closed"))
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size > self._settings.max_answer_bytes:
+            raise UpstreamError("too large")
+        stream = self.ask.stream and leg.status == 200
+        if not last and not stream:
+            return
+        first = data if len(self._parts) == 1 else b"".join(self._parts)
+        if not last and self._size < HELD_BYTES and not any(end in first for end in EVENT_ENDS):
+            return
+        self._parts = []
+        if self._is_useless(leg.status, first, stream):
+            self._useless = first
+            leg.wake()
+            return
         self._answering = True
         if leg.status != 200 and "prefill" in self.legs:  # the client's mistake: nobody needs the prompt
             self.legs["prefill"].abort()
-        return first
+        self._answer(self, first, last)
+        leg.wake()
 
-    async def _first_event(self, leg: Exchange) -> bytes:
-        """Of a stream: whole, so that it can be looked at."""
-        first = await leg.chunk()
-        while first and not any(end in first for end in EVENT_ENDS) and len(first) < HELD_BYTES:
-            more = await leg.chunk()
-            if not more:
-                break
-            first += more
-        return first
+    def _is_useless(self, status: int, first: bytes, stream: bool) -> bool:
+        """Whether another server should be asked."""
+        if status >= 500 or status in _REFUSED or (stream and not first):
+            return True
+        return first.startswith(_FOUND) and _is_ours_to_retry(first)
+
+    async def _first(self) -> None:
+        leg = self.decode
+        while not self._answering and self._useless is None and leg.error is None:
+            await leg.stirs()
+        if self._answering:
+            return
+        if self._useless is None:
+            assert leg.error is not None
+            if not isinstance(leg.error, UpstreamError):
+                raise leg.error
+            self._cast_doubt(leg.error.reason)
+            raise self._broken("decode", leg.error)
+        if self.ask.stream and leg.status == 200 and not self._useless:
+            raise self._broken("decode", UpstreamError("closed"))
+        self._cast_doubt("status")
+        self._metrics.count("legs_failed", "decode", self.servers[1].name, f"status {max(5, leg.status // 100)}xx")
+        raise Failed("decode", "status").answered(leg, self._useless)
 
     def _cast_doubt(self, reason: str) -> None:
         """D may have failed because P is not who we said, and P has not answered yet: the next attempt asks P first."""
@@ -290,7 +339,10 @@ class Attempt:
         if error.reason in ("connect", "closed"):
             self._fleets[number].lost(server)
         same = error.reason in ("stale", "no descriptors")
-        return Failed(leg, error.reason, again=error.reason != "too large", same=same)
+        again = error.reason != "too large" and not (
+            error.reason == "timeout" and leg == "decode" and not self.ask.stream
+        )
+        return Failed(leg, error.reason, again=again, same=same)
 
 
 def _is_ours_to_retry(first: bytes) -> bool:

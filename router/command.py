@@ -16,7 +16,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -25,11 +25,9 @@ from pushkv.router.settings import RouterSettings, address, read
 from pushkv.sim.errors import BadInput
 
 try:
-    import uvicorn
     import uvloop
 
     from pushkv.router.app import Application
-    from pushkv.router.heads import bounded
     from pushkv.router.servers import HealthChecks
 except ImportError as _missing:  # pragma: no cover - the refusal is tested in a process of its own
     raise BadInput(f"the router needs {_missing.name}: pip install 'pushkv[router]'") from None
@@ -62,6 +60,9 @@ def run(source: Source, *, check: bool = False) -> int:
     """Serve until told to stop. check: only look at the settings. Raises `BadInput`."""
     settings = source.read()
     if check:
+        settings.client_tls()
+        if any(server.url.startswith("https:") for server in (*settings.prefill, *settings.decode)):
+            settings.server_tls()
         print(msgspec.json.format(msgspec.json.encode(settings)).decode())
         return 0
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
@@ -95,38 +96,22 @@ def _listen(where: str) -> socket.socket:
     return listening
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its own ideas of signals."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
 class Service:
-    """The application, uvicorn around it, and what goes on beside requests."""
+    """The application, its listening socket, and what goes on beside requests."""
 
     def __init__(self, settings: RouterSettings, source: Source) -> None:
         self._settings, self._source = settings, source
         self.application = Application(settings)
         self._stop = asyncio.Event()
+        self._at_once = False
         self._reload = asyncio.Event()
-        try:
-            config = uvicorn.Config(
-                self.application, loop="none", http=bounded(settings.client_idle_s), ws="none", lifespan="off",
-                access_log=False, log_config=None, log_level="warning", server_header=False, date_header=False,
-                proxy_headers=False, timeout_keep_alive=max(1, round(settings.client_idle_s)), backlog=4096,
-                ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
-            )  # fmt: skip
-            config.load()
-        except OSError as error:  # ssl.SSLError is one
-            raise BadInput(f"tls_cert and tls_key cannot be used: {error}") from None
-        self._server = _Server(config)
+        self._tls = settings.client_tls()
+        self._listening: asyncio.Server | None = None
 
     @property
     def started(self) -> bool:
         """Whether requests are taken."""
-        return bool(self._server.started)
+        return self._listening is not None
 
     async def serve(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -138,35 +123,35 @@ class Service:
             asyncio.create_task(HealthChecks((router.prefill, router.decode), self._settings).run()),
             asyncio.create_task(self._reloads()),
         ]
-        serving = asyncio.create_task(self._server.serve([listening]))
+        downstream = self.application.downstream
+        self._listening = await loop.create_server(
+            downstream.connection, sock=listening, ssl=self._tls, backlog=4096, start_serving=True
+        )
         host, port = listening.getsockname()[:2]
         log.info("listening on %s:%d, %d prefill and %d decode servers", host, port, *map(len, self._lists()))
-        stopping = asyncio.create_task(self._stop.wait())
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await self._stop.wait()
         await self._drain()
-        self._server.should_exit = True
-        self._server.force_exit = True  # what is left after the drain is not waited for
-        await serving
-        for task in (*beside, stopping):
+        self._listening.close()
+        downstream.close()  # what is left after the drain is not waited for
+        for task in beside:
             task.cancel()
-        await asyncio.gather(*beside, stopping, return_exceptions=True)
+        await asyncio.gather(*beside, return_exceptions=True)
         for fleet in (router.prefill, router.decode):
             for server in fleet:
                 server.pool.close()
 
     def stop(self) -> None:
         """Drain; at the second call, end at once."""
-        if self._stop.is_set():
-            self._server.force_exit = self._server.should_exit = True
+        self._at_once = self._stop.is_set()
         self._stop.set()
 
     async def _drain(self) -> None:
         """Refuse what is new and wait for what is there: the first moments show load balancers that we are leaving."""
-        self.application.draining = True
+        self.application.drain()
         log.info("draining: %d requests are open", self.application.open)
         loop = asyncio.get_running_loop()
         end = loop.time() + self._settings.drain_s
-        while self.application.open and loop.time() < end and not self._server.force_exit:
+        while self.application.open and loop.time() < end and not self._at_once:
             await asyncio.sleep(0.05)
         if self.application.open:
             log.warning("stopping with %d requests open", self.application.open)

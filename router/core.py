@@ -10,36 +10,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Collection
 
-from pushkv.router.attempt import EVENT_ENDS, HELD_BYTES, Attempt, ClientGone, Failed
+import msgspec
+
+from pushkv.model.routing.dispatch import NOBODY
+from pushkv.router.attempt import Attempt, ClientGone, Failed
+from pushkv.router.client import Client
+from pushkv.router.exchange import UpstreamError
 from pushkv.router.gate import Gate
+from pushkv.router.headers import HOP, passed_on
 from pushkv.router.metrics import RouterMetrics
+from pushkv.router.passing import Passing
 from pushkv.router.request import Ask, Refusal, error_body
 from pushkv.router.servers import Fleet
 from pushkv.router.settings import RouterSettings
-from pushkv.router.upstream import UpstreamError
 
 log = logging.getLogger("pushkv.router")
 STALE = 2
 """So many attempts that found a kept connection closed do not count; more are no accident."""
-_HOP = frozenset(
-    b"connection keep-alive transfer-encoding content-length upgrade trailer date server x-request-id".split()
-)
+_NOT_FOR_CLIENT = HOP | {b"date", b"server", b"x-request-id"}
+_NOT_FOR_ENGINE = HOP | {b"host", b"accept-encoding", b"expect"}
+_JSON = b"content-type: application/json\r\n"
 _BROKEN = b"data: %b\n\ndata: [DONE]\n\n" % error_body(502, "the server failed while answering", "upstream_error")
-Headers = list[tuple[bytes, bytes]]
-
-
-class Client(Protocol):
-    """Who waits for the answer. Its writes return when it has taken enough for more to be sent."""
-
-    on_gone: Callable[[], None] | None
-    gone: bool
-
-    async def start(self, status: int, headers: Headers) -> None: ...
-
-    async def body(self, data: bytes, more: bool) -> None: ...
 
 
 class Router:
@@ -53,25 +46,36 @@ class Router:
         self.decode = Fleet("decode", settings.decode, settings)
         self.session_header = settings.session_header.encode()
 
-    async def serve(self, ask: Ask, client: Client, arrived: float) -> int:
-        """Answer one request; the status that the client got. Raises `ClientGone`, or `Refusal` for the queue."""
-        clock = time.perf_counter
-        before = clock()
-        if not self.gate.free:
-            await self._queue(client, before)
-        else:
-            await self.gate.enter()
+    def start(self, ask: Ask, client: Client) -> Attempt | None:
+        """The first attempt, if there is a place for it: its legs leave now."""
+        if not self.gate.take():
+            return None
         try:
-            ask.own_s = before - arrived
-            attempt, first = await self._begin(ask, client)
-            self.metrics.observe("first_token_seconds", clock() - arrived)
+            return self._attempt(ask, client, NOBODY, NOBODY)
+        except BaseException:
+            self.gate.leave()
+            raise
+
+    async def serve(self, ask: Ask, client: Client, attempt: Attempt | None) -> int:
+        """Answer one request; the status that the client got. attempt: what `start` said. Raises `Failed`,
+        `ClientGone`, or `Refusal` for the queue.
+        """
+        if attempt is None:
+            await self._queue(client, time.perf_counter())
+        try:
+            attempt = await self._begin(ask, client, attempt)
+            ask.forget()
+            client.forget_body()
             try:
-                return await self._answer(ask, attempt, first, client)
+                return await self._finish(attempt, client)
             finally:
                 attempt.decode.abort()  # unless it is complete
         finally:
-            client.on_gone = None
-            self.gate.leave()
+            client.on_gone = client.on_room = None
+            if attempt is None:
+                self.gate.leave()
+            else:
+                attempt.when_over(self.gate.leave)
 
     async def _queue(self, client: Client, before: float) -> None:
         task = asyncio.current_task()
@@ -91,19 +95,32 @@ class Router:
             client.on_gone = None
             self.metrics.observe("queue_seconds", time.perf_counter() - before)
 
-    async def _begin(self, ask: Ask, client: Client) -> tuple[Attempt, bytes]:
+    def _attempt(self, ask: Ask, client: Client, not_p: Collection[int], not_d: Collection[int]) -> Attempt:
+        """Started. not_p, not_d: servers that have failed this request. Raises `ClientGone`."""
+        if client.gone:
+            raise ClientGone
+
+        def answer(attempt: Attempt, first: bytes, last: bool) -> None:
+            self._answer(attempt, client, first, last)
+
+        prefill = self.prefill.pick(ask, ask.prompt_tokens, not_p)
+        decode = self.decode.pick(ask, ask.prompt_tokens + ask.answer_tokens, not_d)
+        attempt = Attempt(ask, prefill, decode, (self.prefill, self.decode), self.settings, self.metrics, answer)
+        client.on_gone = lambda: attempt.end(ClientGone())
+        attempt.start()
+        return attempt
+
+    async def _begin(self, ask: Ask, client: Client, attempt: Attempt | None) -> Attempt:
         """Attempts until one has the first bytes of an answer. Raises `Failed` of the last one, or `ClientGone`."""
-        tried: tuple[set[int], set[int]] = (set(), set())
+        not_p: set[int] = set()
+        not_d: set[int] = set()
         left, stale = self.settings.attempts, STALE
         while True:
-            if client.gone:
-                raise ClientGone
-            prefill = self.prefill.pick(ask, ask.prompt_tokens, tried[0])
-            decode = self.decode.pick(ask, ask.prompt_tokens + ask.answer_tokens, tried[1])
-            attempt = Attempt(ask, prefill, decode, (self.prefill, self.decode), self.settings, self.metrics)
-            client.on_gone = lambda attempt=attempt: attempt.end(ClientGone())
+            if attempt is None:
+                attempt = self._attempt(ask, client, not_p, not_d)
             try:
-                return attempt, await attempt.begin()
+                await attempt.begin()
+                return attempt
             except Failed as failed:
                 attempt.end()
                 same = failed.same
@@ -115,111 +132,122 @@ class Router:
                 if not failed.again or not left:
                     raise
                 self.metrics.count("retries", f"{failed.leg} {failed.reason}")
-                log.info(
-                    "transfer %s: the %s leg failed (%s), another attempt",
-                    attempt.transfer_id,
-                    failed.leg,
-                    failed.reason,
-                )
+                shown = attempt.transfer_id, failed.leg, failed.reason
+                log.info("transfer %s: the %s leg failed (%s), another attempt", *shown)
                 if not same:
-                    tried[0 if failed.leg == "prefill" else 1].add(
-                        (prefill if failed.leg == "prefill" else decode).number
-                    )
-                    if failed.leg == "decode":  # the hand-over may be P's fault
-                        tried[0].add(prefill.number)
+                    prefill, decode = attempt.servers
+                    not_p.add(prefill.number)  # also where D failed: the hand-over may be P's fault
+                    if failed.leg == "decode":
+                        not_d.add(decode.number)
+                attempt = None
             except BaseException:
                 attempt.end()
                 raise
 
-    async def _answer(self, ask: Ask, attempt: Attempt, first: bytes, client: Client) -> int:
-        leg = attempt.decode
-        shown = ask.request_id or attempt.transfer_id.encode()
-        headers = [*passed_on(leg.headers), (b"x-request-id", shown)]
+    def _answer(self, attempt: Attempt, client: Client, first: bytes, last: bool) -> None:
+        """The first bytes are here, and they are the client's. What follows flows to it without waking anybody."""
+        ask, leg = attempt.ask, attempt.decode
+        self.metrics.observe("first_token_seconds", time.perf_counter() - ask.arrived)
+        lines = b"%bx-request-id: %b\r\n" % (
+            passed_on(leg.headers, _NOT_FOR_CLIENT),
+            ask.request_id or attempt.transfer_id.encode(),
+        )
         if not (ask.stream and leg.status == 200):
-            headers.append((b"content-length", b"%d" % len(first)))
-            await client.start(leg.status, headers)
-            await client.body(first, False)
-            return leg.status
-        await client.start(200, headers)
-        rest = b""
-        part = first
-        while part:
-            if rest:
-                part, rest = rest + part, b""
-            if not part.endswith(EVENT_ENDS):  # only whole events: what follows a broken stream must be readable
-                whole = max((part.rfind(end) + len(end) for end in EVENT_ENDS if end in part), default=0)
-                part, rest = part[:whole], part[whole:]
-                if len(rest) > HELD_BYTES:  # no stream of events
-                    part, rest = part + rest, b""
-            if part:
-                await client.body(part, True)
-            leg.limit(self.settings.token_gap_s)
-            try:
-                part = await leg.chunk()
-            except ClientGone:
+            client.answer(leg.status, lines, first)
+            return
+        client.start(200, lines)
+        passing = Passing(client, leg)
+        if not last:
+            client.on_room = leg.resume
+            leg.flow(passing.take, self.settings.token_gap_s)
+        passing.take(first, last)
+
+    async def _finish(self, attempt: Attempt, client: Client) -> int:
+        """Until all of the answer has been written; its status."""
+        leg = attempt.decode
+        try:
+            await leg.over()
+        except ClientGone:
+            raise
+        except Exception as error:  # whatever it is, the client must see that its answer is not whole
+            if not (attempt.ask.stream and leg.status == 200):
                 raise
-            except Exception as error:  # whatever it is, the client must see that its answer is not whole
-                reason = error.reason if isinstance(error, UpstreamError) else "internal"
-                self.metrics.count("streams_broken", reason)
-                log.warning(
-                    "transfer %s: decode server %s failed after its first token (%s)",
-                    attempt.transfer_id,
-                    attempt.servers[1].name,
-                    reason,
-                )
-                if reason in ("connect", "closed", "stale"):
-                    self.decode.lost(attempt.servers[1])
-                attempt.end()
-                await client.body(_BROKEN, False)
-                return 200
-            if not part and rest:
-                await client.body(rest, True)
-        await client.body(b"", False)
-        return 200
+            reason = error.reason if isinstance(error, UpstreamError) else "internal"
+            self.metrics.count("streams_broken", reason)
+            shown = attempt.transfer_id, attempt.servers[1].name, reason
+            log.warning("transfer %s: decode server %s failed after its first token (%s)", *shown)
+            if reason in ("connect", "closed", "stale"):
+                self.decode.lost(attempt.servers[1])
+            attempt.end()
+            client.finish(_BROKEN)
+        return leg.status
 
-    def failed(self, failed: Failed) -> tuple[int, Headers, bytes]:
-        """The answer to a request whose attempts are over: the last server's, or our own where there was none."""
-        if failed.status == 200:  # a stream that began with its error
-            line = failed.body.split(b"\n", 1)[0].partition(b":")[2].strip()
-            return 500, [(b"content-type", b"application/json")], line
-        if failed.status:
-            return failed.status, passed_on(failed.headers), failed.body
-        status = 504 if failed.reason == "timeout" else 502
-        if not self.prefill.alive or not self.decode.alive or failed.reason == "no descriptors":
-            status = 503
-        headers = [(b"content-type", b"application/json")]
-        if status == 503:
-            headers.append((b"retry-after", b"1"))
+    def failed(self, failed: Failed) -> tuple[int, bytes, bytes]:
+        """Status, header lines and body for a request whose attempts are over: the last server's where it was the
+        client's mistake, or our own sentence, with what the server said in it.
+        """
+        if failed.status and failed.status != 200 and failed.status < 500:
+            return failed.status, passed_on(failed.headers, _NOT_FOR_CLIENT), failed.body
         said = f"no server could answer: the {failed.leg} leg failed ({failed.reason})"
-        return status, headers, error_body(status, said, "upstream_error")
+        if failed.status:
+            status = max(500, failed.status)
+            said = f"no server could answer: the {failed.leg} server answered {failed.status}"
+            if failed.status == 200:
+                said = f"no server could answer: the {failed.leg} server's stream began with an error"
+            if failed.leg == "decode" and failed.handed_over:
+                said += ", as it does when it cannot take the prompt's KV cache over from the prefill server"
+            if told := _told(failed):
+                said += f"; it said: {told}"
+        else:
+            status = 504 if failed.reason == "timeout" else 502
+            if not self.prefill.alive or not self.decode.alive or failed.reason == "no descriptors":
+                status = 503
+        if failed.transfer_id:
+            said += f" (transfer {failed.transfer_id})"
+        lines = _JSON + b"retry-after: 1\r\n" if status == 503 else _JSON
+        return status, lines, error_body(status, said, "upstream_error")
 
-    async def forward(self, method: bytes, path: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> tuple[
-        int, Headers, bytes
-    ]:  # fmt: skip
-        """A request that has no legs (`/v1/models`, `/tokenize`), to any decode server. Raises `Refusal`."""
-        lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+    async def forward(self, client: Client) -> int:
+        """A request that has no legs (`/v1/models`, `/tokenize`), to any decode server; the status that the client got.
+        Raises `Refusal`, or `ClientGone`.
+        """
+        if not self.gate.take():
+            await self._queue(client, time.perf_counter())
+        try:
+            return await self._forward(client)
+        finally:
+            client.on_gone = None
+            self.gate.leave()
+
+    async def _forward(self, client: Client) -> int:
+        lines = passed_on(client.headers, _NOT_FOR_ENGINE)
         tried: set[int] = set()
         for _ in range(self.settings.attempts + STALE):
-            ask = Ask(path, {}, b"", False, 1, 0, None, (), "forwarded", b"")
+            if client.gone:
+                raise ClientGone
+            ask = Ask(client.path, {}, b"", False, 1, 0, None, (), "forwarded", b"")
             server = self.decode.pick(ask, 1, tried)
             head = b"%b %b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n" % (
-                method,
-                path,
+                client.method,
+                client.path,
                 server.pool.host_header,
                 lines,
-                len(body),
+                len(client.body),
             )
-            leg = server.pool.start(head, body)
-            leg.limit(self.settings.first_token_s)
+            leg = server.pool.start(head, client.body)
+            client.on_gone = lambda leg=leg: leg.abort(ClientGone())
+            leg.limit(self.settings.answer_s)
             try:
                 await leg.head()
-                return leg.status, passed_on(leg.headers), await leg.whole(self.settings.max_answer_bytes)
+                body = await leg.whole(self.settings.max_answer_bytes)
+                client.answer(leg.status, passed_on(leg.headers, _NOT_FOR_CLIENT), body)
+                return leg.status
             except UpstreamError as error:
                 if error.reason != "stale":
                     tried.add(server.number)
                     if error.reason in ("connect", "closed"):
                         self.decode.lost(server)
-                    if len(tried) >= self.settings.attempts:
+                    if len(tried) >= self.settings.attempts or error.reason == "timeout":
                         break
             finally:
                 leg.abort()
@@ -228,16 +256,12 @@ class Router:
 
     def exposition(self, draining: bool) -> bytes:
         """`/metrics`."""
-        gauges = self.metrics.gauges
-        gauges["active"].set(self.gate.active)
-        gauges["queued"].set(self.gate.queued)
-        gauges["draining"].set(draining)
-        self.metrics.clear_servers()
-        for fleet in (self.prefill, self.decode):
-            for server in fleet:
-                self.metrics.server(
-                    fleet.role, server.name, server.up, fleet.outstanding(server), server.pool.connections
-                )
+        self.metrics.gauges.update(active=self.gate.active, queued=self.gate.queued, draining=draining)
+        self.metrics.servers(
+            (fleet.role, server.name, server.up, fleet.outstanding(server), server.pool.connections)
+            for fleet in (self.prefill, self.decode)
+            for server in fleet
+        )
         return self.metrics.text()
 
     def update(self, settings: RouterSettings) -> None:
@@ -247,6 +271,13 @@ class Router:
         self.decode.update(settings.decode, decode)
 
 
-def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """A server's headers for the client."""
-    return [(name, value) for name, value in headers if name not in _HOP]
+def _told(failed: Failed) -> str:
+    """What the engine's error says, if it is one."""
+    body = failed.body
+    if failed.status == 200:
+        body = body.split(b"\n", 1)[0].partition(b":")[2]
+    try:
+        message = msgspec.json.decode(body)["error"]["message"]
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError):
+        return ""
+    return message[:1000] if isinstance(message, str) else ""

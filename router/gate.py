@@ -6,6 +6,7 @@ Decides who is refused with 429, and after how long a client should ask again.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 
 from pushkv.router.request import Refusal
@@ -25,15 +26,16 @@ class Gate:
     def queued(self) -> int:
         return len(self._waiting)
 
-    @property
-    def free(self) -> bool:
-        """Whether a request need not wait."""
-        return self.active < self.most_active and not self._waiting
+    def take(self) -> bool:
+        """A place, where one is free and nobody waits for it."""
+        if self.active >= self.most_active or self._waiting:
+            return False
+        self.active += 1
+        return True
 
     async def enter(self) -> None:
         """Raises `Refusal` (429) when the queue is full, or when it was not this one's turn in time."""
-        if self.free:
-            self.active += 1
+        if self.take():
             return
         if len(self._waiting) >= self.most_queued:
             raise Refusal(429, "too many requests", "rate_limit_error", self.retry_after_s())
@@ -53,7 +55,7 @@ class Gate:
 
     def leave(self) -> None:
         """The one whose turn it is takes the place."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         gap, self._last = now - self._last, now
         self._ended += (1.0 / max(gap, 1e-4) - self._ended) * min(1.0, gap)
         while self._waiting:

@@ -7,9 +7,14 @@ until the next prefill confirms or replaces it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
+
+_TRANSFER = "the transfer's id stands here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,33 +26,46 @@ class Identity:
     port: int
     tp_size: int
 
-    def params(self, transfer_id: str, *, chat: bool) -> dict[str, Any]:
-        """`kv_transfer_params` of the decode leg. vLLM's own push meets by request id: both legs carry `transfer_id` as
-        theirs, and the engine calls the prefill `cmpl-<id>-0` or `chatcmpl-<id>`.
+    def params(self, transfer_id: str, *, chat: bool) -> msgspec.Raw:
+        """`kv_transfer_params` of the decode leg, as JSON. vLLM's own push meets by request id: both legs carry
+        `transfer_id` as theirs, and the engine calls the prefill `cmpl-<id>-0` or `chatcmpl-<id>`.
         """
-        return {
+        return msgspec.Raw(_decode_params(self, chat).replace(_TRANSFER.encode(), transfer_id.encode()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _decode_params(identity: Identity, chat: bool) -> bytes:
+    """For any transfer: an identity is written many times."""
+    return msgspec.json.encode(
+        {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_engine_id": self.engine_id,
-            "remote_request_id": f"chatcmpl-{transfer_id}" if chat else f"cmpl-{transfer_id}-0",
-            "remote_host": self.host,
-            "remote_port": self.port,
-            "tp_size": self.tp_size,
-            "transfer_id": transfer_id,
+            "remote_engine_id": identity.engine_id,
+            "remote_request_id": f"chatcmpl-{_TRANSFER}" if chat else f"cmpl-{_TRANSFER}-0",
+            "remote_host": identity.host,
+            "remote_port": identity.port,
+            "tp_size": identity.tp_size,
+            "transfer_id": _TRANSFER,
         }
+    )
 
 
-def prefill_params(transfer_id: str) -> dict[str, Any]:
-    """`kv_transfer_params` of the prefill leg, of push and of pull."""
-    return {
+_PREFILL_PARAMS = msgspec.json.encode(
+    {
         "do_remote_decode": True,
         "do_remote_prefill": False,
         "remote_engine_id": None,
         "remote_block_ids": None,
         "remote_host": None,
         "remote_port": None,
-        "transfer_id": transfer_id,
+        "transfer_id": _TRANSFER,
     }
+)
+
+
+def prefill_params(transfer_id: str) -> msgspec.Raw:
+    """`kv_transfer_params` of the prefill leg, of push and of pull, as JSON."""
+    return msgspec.Raw(_PREFILL_PARAMS.replace(_TRANSFER.encode(), transfer_id.encode()))
 
 
 def identity_of(params: Mapping[str, Any] | None) -> Identity | None:

@@ -5,9 +5,13 @@ Decides names and labels. Labels come from closed lists and from the server list
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 PREFIX = "pushkv_router_"
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -47,45 +51,75 @@ HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
 }
 
 
+class _Histogram:
+    """counts: of each bucket, and of what is above all of them."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+
 class RouterMetrics:
-    """One per router; `text` is what `/metrics` answers."""
+    """One per router; `text` is what `/metrics` answers.
+
+    Counting happens for every request, in one thread: plain numbers do it. prometheus_client writes them down.
+    """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.counters = {
-            name: Counter(PREFIX + name, says, labels, registry=self.registry)
-            for name, (says, labels) in COUNTERS.items()
-        }
-        self.gauges = {
-            name: Gauge(PREFIX + name, says, labels, registry=self.registry) for name, (says, labels) in GAUGES.items()
-        }
-        self.histograms = {
-            name: Histogram(PREFIX + name, says, buckets=buckets, registry=self.registry)
-            for name, (says, buckets) in HISTOGRAMS.items()
-        }
-        self._children: dict[tuple[str, ...], Counter] = {}
+        self.gauges: dict[str, float] = dict.fromkeys((name for name, (_, labels) in GAUGES.items() if not labels), 0.0)
+        self._counts: dict[tuple[str, ...], int] = {(name,): 0 for name, (_, labels) in COUNTERS.items() if not labels}
+        self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self._servers: list[tuple[tuple[str, str], dict[str, float]]] = []
 
-    def count(self, name: str, *labels: str) -> None:
-        key = (name, *labels)
-        child = self._children.get(key)
-        if child is None:
-            counter = self.counters[name]
-            child = self._children[key] = counter.labels(*labels) if labels else counter
-        child.inc()
+    def count(self, *name_and_labels: str) -> None:
+        """A counter's name, and the values of its labels."""
+        counts = self._counts
+        counts[name_and_labels] = counts.get(name_and_labels, 0) + 1
 
     def observe(self, name: str, seconds: float) -> None:
-        self.histograms[name].observe(seconds)
+        histogram = self._histograms[name]
+        histogram.counts[bisect_left(histogram.bounds, seconds)] += 1
+        histogram.total += seconds
 
-    def server(self, role: str, name: str, up: bool, tokens: int, connections: int) -> None:
-        self.gauges["server_up"].labels(role, name).set(up)
-        self.gauges["server_outstanding_tokens"].labels(role, name).set(tokens)
-        self.gauges["server_connections"].labels(role, name).set(connections)
-
-    def clear_servers(self) -> None:
-        """Before they are set anew: a server that has left the list has no gauge."""
-        for name in ("server_up", "server_outstanding_tokens", "server_connections"):
-            self.gauges[name].clear()
+    def servers(self, found: Iterable[tuple[str, str, bool, int, int]]) -> None:
+        """Role, name, whether it answers, outstanding tokens, connections: of those in the list, no others."""
+        names = ("server_up", "server_outstanding_tokens", "server_connections")
+        self._servers = [
+            ((role, server), dict(zip(names, map(float, values), strict=True))) for role, server, *values in found
+        ]
 
     def text(self) -> bytes:
-        text: bytes = generate_latest(self.registry)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        text: bytes = generate_latest(registry)
         return text
+
+    def collect(self) -> Iterator[Metric]:
+        """For prometheus_client."""
+        for name, (says, labels) in COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, says, labels=labels)
+            for key, count in self._counts.items():
+                if key[0] == name:
+                    counter.add_metric(key[1:], count)
+            yield counter
+        for name, (says, labels) in GAUGES.items():
+            gauge = GaugeMetricFamily(PREFIX + name, says, labels=labels)
+            if name in self.gauges:
+                gauge.add_metric((), self.gauges[name])
+            for server, values in self._servers if labels else ():
+                gauge.add_metric(server, values[name])
+            yield gauge
+        for name, (says, bounds) in HISTOGRAMS.items():
+            kept = self._histograms[name]
+            buckets = zip([*map(_shown, bounds), "+Inf"], accumulate(kept.counts), strict=True)
+            histogram = HistogramMetricFamily(PREFIX + name, says)
+            histogram.add_metric((), list(buckets), kept.total)
+            yield histogram
+
+
+def _shown(bound: float) -> str:
+    """As prometheus_client writes it."""
+    return str(floatToGoString(bound))  # type: ignore[no-untyped-call]

@@ -8,32 +8,31 @@ body can make this raise anything but `Refusal`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-PATHS = {b"/v1/completions": b"prompt", b"/v1/chat/completions": b"messages"}
+from pushkv.router.headers import HOP, Headers, passed_on
+
+PATHS = {b"/v1/completions": "prompt", b"/v1/chat/completions": "messages"}
 """What is handed over, and the field that holds the prompt."""
 PIECE_BYTES = 1024
 PIECES = 64
 """Prefix affinity looks at this many pieces of a prompt's text at the most."""
 ANSWER_TOKENS = 256
 """What a request without `max_tokens` is taken to generate, for the balance between servers."""
-_HOP = frozenset(
-    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
-    b"upgrade host content-length accept-encoding expect x-request-id content-type".split()
-)
-_NOT_FOR_PREFILL = (
+_NOT_FOR_ENGINE = HOP | {b"host", b"accept-encoding", b"expect", b"x-request-id", b"content-type"}
+_NOT_FOR_PREFILL = {
     "stream", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "echo",
     "min_tokens", "return_token_ids", "return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text",
     "return_mm_kwargs",
-)  # fmt: skip
+}  # fmt: skip
 """What asks for a longer answer: nobody reads P's."""
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _encode = msgspec.json.Encoder().encode
-_TRUE, _ONE = msgspec.Raw(b"true"), msgspec.Raw(b"1")
+_TRUE, _NULL, _ONE = msgspec.Raw(b"true"), msgspec.Raw(b"null"), msgspec.Raw(b"1")
 
 
 class Refusal(Exception):
@@ -66,20 +65,25 @@ class Ask:
     prefix: tuple[int, ...]
     plain: str
     request_id: bytes
+    arrived: float = 0.0  # by `time.perf_counter`
     own_s: float = 0.0  # the router's time on it before it was dispatched, without the queue
 
-    def prefill_body(self, params: Mapping[str, Any]) -> bytes:
+    def forget(self) -> None:
+        """No attempt will be made any more."""
+        self.fields = {}
+
+    def prefill_body(self, params: Mapping[str, Any] | msgspec.Raw) -> bytes:
         """One token of it, not streamed."""
         fields = dict(self.fields)
-        for name in _NOT_FOR_PREFILL:
-            fields.pop(name, None)
+        for name in _NOT_FOR_PREFILL & fields.keys():
+            del fields[name]
         if "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = _ONE
         fields["max_tokens"] = _ONE
         fields["kv_transfer_params"] = params
         return _encode(fields)
 
-    def decode_body(self, params: Mapping[str, Any] | None) -> bytes:
+    def decode_body(self, params: Mapping[str, Any] | msgspec.Raw | None) -> bytes:
         """params: None for a request that is served by the decode server alone."""
         fields = self.fields
         if params is None:
@@ -89,9 +93,7 @@ class Ask:
         return _encode(fields)
 
 
-def parse(
-    path: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes, session_header: bytes, *, prefixes: bool
-) -> Ask:
+def parse(path: bytes, headers: Headers, body: bytes, session_header: bytes, *, prefixes: bool) -> Ask:
     """Raises `Refusal`. prefixes: whether somebody asks for `Ask.prefix`."""
     try:
         fields: dict[str, Any] = _decoder.decode(body)
@@ -99,32 +101,28 @@ def parse(
             body.decode()  # what is inside the values has not been looked at
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise Refusal(400, "the body must be a JSON object") from None
-    forwarded: list[bytes] = []
     session_text = request_id = b""
     for name, value in headers:
         if name == session_header:
             session_text = value
-        if name == b"x-request-id":
+        elif name == b"x-request-id":
             request_id = value[:128]
-        if name not in _HOP:
-            forwarded += (name, b": ", value, b"\r\n")
-    forwarded.append(b"content-type: application/json\r\n")
-    prompt = _raw(fields, PATHS[path].decode())
+    prompt = memoryview(fields.get(PATHS[path], b""))
     answer = _whole(fields, "max_completion_tokens") or _whole(fields, "max_tokens") or ANSWER_TOKENS
     children = max(1, min(_whole(fields, "n") or 1, 1024))
     plain = ""
-    if _raw(fields, "use_beam_search") == b"true":
+    if fields.get("use_beam_search") == _TRUE:
         plain = "beam search"
-    elif "prompt_embeds" in fields and _raw(fields, "prompt_embeds") != b"null":
+    elif "prompt_embeds" in fields and fields["prompt_embeds"] != _NULL:
         plain = "prompt embeddings"
-    if not session_text:
+    if not session_text and "user" in fields:
         session_text = _raw(fields, "user")
         session_text = b"" if session_text in (b"null", b'""') else session_text
     return Ask(
         path,
         fields,
-        b"".join(forwarded),
-        _raw(fields, "stream") == b"true",
+        passed_on(headers, _NOT_FOR_ENGINE) + b"content-type: application/json\r\n",
+        fields.get("stream") == _TRUE,
         1 + len(prompt) // 4,
         min(answer, 1 << 20) * children,
         zlib.crc32(session_text) if session_text else None,
@@ -134,7 +132,7 @@ def parse(
     )
 
 
-def pieces(prompt: bytes) -> tuple[int, ...]:
+def pieces(prompt: bytes | memoryview) -> tuple[int, ...]:
     """Running hashes over whole pieces of a prompt's text: equal as far as two prompts are equal. A collision costs no
     more than a cache hit.
     """

@@ -14,10 +14,11 @@ import ssl
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from pushkv.model.routing import POLICIES, Dispatcher
+from pushkv.router.exchange import Exchange, UpstreamError
 from pushkv.router.identity import Identity
 from pushkv.router.request import Ask
 from pushkv.router.settings import RouterSettings, ServerSettings, target
-from pushkv.router.upstream import Exchange, Pool, UpstreamError
+from pushkv.router.upstream import Pool
 
 FAILS = 2
 """Failed health checks in a row that make a server dead."""

@@ -60,6 +60,7 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_queued: int = 2048
     max_body_bytes: int = 32 << 20
     max_answer_bytes: int = 256 << 20
+    max_held_bytes: int = 1 << 30
 
     tls_cert: str | None = None
     tls_key: str | None = None
@@ -70,6 +71,7 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     prefill_s: float = 600.0
     first_token_s: float = 600.0
     token_gap_s: float = 120.0
+    answer_s: float = 1800.0
     queue_s: float = 30.0
     client_body_s: float = 30.0
     client_stall_s: float = 60.0
@@ -135,6 +137,17 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         if servers and all(server.drain for server in servers):
             raise BadInput(f"all {kind} servers have drain = true: leave at least one to serve")
 
+    def client_tls(self) -> ssl.SSLContext | None:
+        """What clients are shown, None without TLS. Raises `BadInput`."""
+        if self.tls_cert is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.tls_cert, self.tls_key)
+        except OSError as error:  # ssl.SSLError is one
+            raise BadInput(f"tls_cert and tls_key cannot be used: {error}") from None
+        return context
+
     def server_tls(self) -> ssl.SSLContext:
         """For https:// servers. Raises `BadInput`."""
         try:
@@ -160,14 +173,16 @@ SAYS: Mapping[str, str] = {
     "max_queued": "requests that wait for one of them to end; more get 429",
     "max_body_bytes": "larger requests get 413",
     "max_answer_bytes": "an answer that is not streamed is held until it is whole, up to this size",
+    "max_held_bytes": "of requests that no server has answered, and of answers that no client has taken; more get 429",
     "tls_cert": "certificate that clients are shown; with `tls_key`",
     "tls_key": "its key",
     "upstream_ca": "certificates that https:// servers are checked with, instead of the system's",
     "upstream_verify": "whether they are checked at all",
     "connect_s": "to connect to a server",
     "prefill_s": "a whole prefill leg",
-    "first_token_s": "from the dispatch to the first bytes of the decode leg",
+    "first_token_s": "from the dispatch to the first bytes of a stream",
     "token_gap_s": "longest silence of a stream after that",
+    "answer_s": "from the dispatch to the end of an answer that is not streamed; not tried again",
     "queue_s": "longest wait in the queue; then 429",
     "client_body_s": "until a client has sent its body; then 408",
     "client_stall_s": "a client that takes nothing for so long has left",

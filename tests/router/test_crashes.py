@@ -11,7 +11,9 @@ from pushkv.model.routing import PrefixAffinity
 from pushkv.router import upstream
 from pushkv.router.attempt import Attempt, ClientGone
 from pushkv.router.command import more_files
-from pushkv.router.upstream import Connection, Exchange, UpstreamError
+from pushkv.router.exchange import Exchange, UpstreamError
+from pushkv.router.passing import Passing
+from pushkv.router.upstream import Connection
 
 from .stack import expected, play, stack, until
 from .test_faults import idle
@@ -88,20 +90,20 @@ def test_stale_connections_are_believed_twice_and_then_another_server_is_asked()
 
 def test_p_fails_in_the_moment_of_the_first_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event is here, its reader has not run yet: it must not become the beginning of an answer."""
-    on_body, done = Exchange._body, []
+    take, done = Exchange.take, []
 
     async def go() -> None:
         async with stack(2, 2) as s:
 
             def body(exchange: Exchange, data: bytes) -> None:
-                on_body(exchange, data)
+                take(exchange, data)
                 if not done and b"data: " in data:
                     done.append(exchange)
                     (attempt,) = attempts
                     attempt.legs["prefill"].complete, attempt.legs["prefill"].error = False, UpstreamError("closed")
                     attempt._prefill_ended(attempt.legs["prefill"])
 
-            monkeypatch.setattr(Exchange, "_body", body)
+            monkeypatch.setattr(Exchange, "take", body)
             reply = await s.ask("x", stream=True)
             assert done and (reply.status, reply.text, reply.error) == (200, expected("x"), None)
             assert await s.metric("retries_total") == 1
@@ -119,15 +121,14 @@ def test_p_fails_in_the_moment_of_the_first_event(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_stream_that_breaks_in_any_way_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    take, parts = Exchange.chunk, iter(range(10**6))
+    take, parts = Passing.take, iter(range(10**6))
 
-    async def chunk(exchange: Exchange) -> bytes:
-        part = await take(exchange)
-        if b"#" in part and next(parts) == 1:
+    def taken(passing: Passing, data: bytes, last: bool) -> None:
+        if b"#" in data and next(parts) == 1:
             raise KeyError("ours")
-        return part
+        take(passing, data, last)
 
-    monkeypatch.setattr(Exchange, "chunk", chunk)
+    monkeypatch.setattr(Passing, "take", taken)
 
     async def go() -> None:
         async with stack(mock={"token_s": 0.05}) as s:

@@ -248,15 +248,34 @@ def test_a_client_that_takes_nothing_is_let_go() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "role", "status"), [("first_token_s", "decode", 504), ("prefill_s", "prefill", 504)]
+    ("setting", "role", "stream", "tries"),
+    [
+        ("first_token_s", "decode", True, 2),
+        ("answer_s", "decode", False, 1),
+        ("prefill_s", "prefill", True, 2),
+        ("prefill_s", "prefill", False, 2),
+    ],
 )
-def test_a_leg_that_hangs_is_given_up(setting: str, role: str, status: int) -> None:
+def test_a_leg_that_hangs_is_given_up(setting: str, role: str, stream: bool, tries: int) -> None:
+    """A whole answer that takes too long would take another server as long: that is not tried again."""
+
     async def go() -> None:
         async with stack(attempts=2, **{setting: 0.2}) as s:
-            (s.prefill if role == "prefill" else s.decode)[0].fault = lambda _: "hang"
-            reply = await s.ask("x")
-            assert reply.status == status
+            hanging = (s.prefill if role == "prefill" else s.decode)[0]
+            hanging.fault = lambda _: "hang"
+            reply = await s.ask("x", stream=stream)
+            assert reply.status == 504
             await idle(s)
+            assert len(hanging.seen) == tries
+
+    play(go())
+
+
+def test_a_whole_answer_may_take_longer_than_a_first_token() -> None:
+    async def go() -> None:
+        async with stack(first_token_s=0.1, mock={"token_s": 0.1}) as s:
+            assert (await s.ask("x")).text == expected("x")
+            assert await s.metric("retries_total") == 0
 
     play(go())
 

@@ -122,7 +122,7 @@ def test_check_prints_the_settings() -> None:
 
 
 def test_without_the_extra_the_refusal_says_what_to_install() -> None:
-    hide = "import sys; sys.modules['uvicorn'] = None; from pushkv.sim.cli import main; sys.exit(main(sys.argv[1:]))"
+    hide = "import sys; sys.modules['httptools'] = None; from pushkv.sim.cli import main; sys.exit(main(sys.argv[1:]))"
     line = [sys.executable, "-c", hide, "router", "--prefill", P, "--decode", D]
     found = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
     assert found.returncode == 2 and "pip install 'pushkv[router]'" in found.stderr
@@ -171,3 +171,14 @@ def test_the_process_reloads_its_list_and_drains(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("setting", ["upstream_ca", "tls_cert"])
+def test_check_tries_the_certificates(tmp_path: Path, setting: str) -> None:
+    bad = tmp_path / "bad.pem"
+    bad.write_text("none")
+    path = tmp_path / "router.toml"
+    lines = f'{setting} = "{bad}"\n' + (f'tls_key = "{bad}"\n' if setting == "tls_cert" else "")
+    path.write_text(f'{lines}[[prefill]]\nurl = "https://127.0.0.1:9"\n[[decode]]\nurl = "{D}"\n')
+    found = command("--config", str(path), "--check")
+    assert found.returncode == 2 and setting in found.stderr and "cannot be used" in found.stderr

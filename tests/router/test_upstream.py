@@ -12,8 +12,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from pushkv.router.exchange import Exchange, UpstreamError
 from pushkv.router.settings import RouterSettings, ServerSettings
-from pushkv.router.upstream import Exchange, Pool, UpstreamError
+from pushkv.router.upstream import Pool
 
 from .mock import mocks
 from .stack import expected, play, stack, until
