@@ -68,6 +68,7 @@ $(FAST_STAMP): setup.py pyproject.toml $(wildcard model/*/*.py sim/*.py sim/expl
 	@test -x $(FAST_VENV)/bin/python || $(PYTHON) -m venv $(FAST_VENV) >/dev/null 2>&1 || \
 	  $(PYTHON) -m venv --clear --without-pip $(FAST_VENV)
 	@$(BIN)/python -m pip --python $(FAST_VENV)/bin/python install --quiet 'setuptools>=77' mypy '.[plot,parquet,progress]'
+	@rm -rf build/lib.* build/sources  # a module that is not compiled any more would be taken from there
 	@PUSHKV_COMPILE=1 $(BIN)/python -m pip --python $(FAST_VENV)/bin/python install --quiet --no-build-isolation --no-deps \
 	  --force-reinstall .
 	@touch $@

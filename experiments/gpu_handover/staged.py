@@ -14,9 +14,11 @@ than `SLOW_MS` are in ``calls_MODE_*.jsonl``, those within them too; the second 
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +91,17 @@ class StagedConnector(PushConnector):
                 if hasattr(owner, name):
                     label = f"{type(owner).__name__}.{name}"
                     setattr(owner, name, timed(label, getattr(owner, name), calls))
+        begun: list[float] = []
+
+        def collected(phase: str, found: dict[str, int]) -> None:
+            """Of Python's garbage collector, on whatever thread it runs."""
+            if phase == "start":
+                begun[:] = [time.monotonic()]
+            elif begun and (took_ms := 1e3 * (time.monotonic() - begun[0])) > SLOW_MS:
+                label = f"gc of generation {found['generation']} on {threading.current_thread().name}"
+                calls.write(json.dumps({"call": label, "at_s": begun[0], "ms": round(took_ms, 2)}) + "\n")
+
+        gc.callbacks.append(collected)
 
     def _beside(self, name: str) -> Any:
         """A file beside the records."""
@@ -150,7 +163,8 @@ class StagedConnector(PushConnector):
         line, marks = StagedConnector._line, StagedConnector._marks
         if "heard" in line and "joined" in line:
             for name, first, last in zip(("gpu_scatter_ms", "gpu_forward_ms"), marks, marks[1:], strict=False):
-                line[name] = first.elapsed_time(last)
+                if last.query():
+                    line[name] = first.elapsed_time(last)
             if StagedConnector._file is None:
                 StagedConnector._file = self._beside("hooks")
             StagedConnector._file.write(json.dumps(line) + "\n")
@@ -218,7 +232,9 @@ class EmptyConnector(BareConnector):
 def report(folder: Path, mode: str) -> None:
     """Prints what ``mode`` has left in ``folder``."""
     with (folder / "requests.csv").open(encoding="utf-8") as file:
-        served = [line for line in csv.DictReader(file) if line["mode"] == mode and line["landed_ms"]]
+        served = [
+            line for line in csv.DictReader(file) if line["mode"] == mode and line["landed_ms"] and line["ttft_ms"]
+        ]
     report_hooks(mode, served, lines_of(folder / f"hooks_{mode}_D.jsonl"))
     for name in "PD":
         slow: dict[str, list[float]] = {}
