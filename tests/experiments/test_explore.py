@@ -93,9 +93,13 @@ def running(group: int) -> list[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("everybody", [False, True], ids=["alone", "with its workers"])
-def test_it_can_be_stopped(number: signal.Signals, everybody: bool, tmp_path: Path) -> None:
+def test_it_can_be_stopped(
+    number: signal.Signals, everybody: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Also when its workers are told as well, as by ``timeout`` or a shell."""
     command = [sys.executable, str(SCRIPT), "--jobs", "2", "--portion", "20", "--results", str(tmp_path)]
+    heeded = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is not
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, heeded))
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
