@@ -5,6 +5,7 @@ The office is the real one. Its own thread may look, and does: a test says when 
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -174,11 +175,14 @@ def test_what_cannot_be_hashed_is_refused_beside_the_engine_thread() -> None:
 def calls_of(function: Callable[..., Any], *arguments: Any) -> int:
     """How many functions, of Python and of C, a call of `function` calls, itself among them."""
     found: list[str] = []
+    gc.collect()
+    gc.disable()  # its callbacks are calls, too
     sys.setprofile(lambda frame, event, argument: found.append(event))
     try:
         function(*arguments)
     finally:
         sys.setprofile(None)
+        gc.enable()
     return sum(event in ("call", "c_call") for event in found) - 1  # but for the end of counting
 
 
