@@ -14,7 +14,7 @@ from pushkv.reference import trace
 
 from .channels import until
 from .inprocess import BLOCKS, Engine, play
-from .test_two_engines import Hosts, Make, Pair, hand_over
+from .test_two_engines import Hosts, Make, Pair, computed_again, hand_over
 
 pytest.importorskip("torch", reason="the caches are torch tensors")
 
@@ -81,12 +81,7 @@ def test_a_step_that_is_not_enqueued_holds_no_staging(pair: Make, p_tp: int, d_t
     assert not any(rank.endpoint.sender.staged_bytes for rank in p.ranks)
     p.preempt("t", 200, first)
     assert hand_over((p, d), "other", 64, True) == ("", True)
-    p.office.command(ev.Computed("t", 0, False))
-    p.chunk("t", 96, second)
-    p.chunk("t", 200, second)
-    assert d.scatter("t", 0, 200, target) == ""
-    d.check("t", 0, 200, target)
-    assert p.sent("t", second, 200)
+    computed_again(p, d, second, target)
     for engine in (p, d):
         engine.emptied()
 
@@ -108,12 +103,7 @@ def test_a_part_that_waits_for_room_is_taken_back(pair: Make, p_tp: int, d_tp: i
         assert until(lambda rank=rank: not rank.endpoint.sender.staged_bytes)
         assert not rank.sending._waiting
     assert hand_over((p, d), "other", 64, True) == ("", True)
-    p.office.command(ev.Computed("t", 0, False))
-    p.chunk("t", 96, second)
-    p.chunk("t", 200, second)
-    assert d.scatter("t", 0, 200, target) == ""
-    d.check("t", 0, 200, target)
-    assert p.sent("t", second, 200)
+    computed_again(p, d, second, target)
     for engine in (p, d):
         engine.emptied()
 

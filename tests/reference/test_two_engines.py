@@ -13,6 +13,7 @@ import pytest
 
 from pushkv.model.protocol import events as ev
 from pushkv.reference import trace
+from pushkv.reference.ports import BlockIds
 
 from .channels import until
 from .device_like import Event, on_a_device
@@ -72,6 +73,16 @@ def hand_over(pair: Pair, tid: str, tokens: int, packed: bool, base: int = 0) ->
         d.check(tid, base, tokens, target)
         d.check("before", 0, base, target)
     return reason, p.sent(tid, source, tokens)
+
+
+def computed_again(p: Engine, d: Engine, source: BlockIds, target: BlockIds) -> None:
+    """What P has preempted of the 200 tokens of "t" is computed in ``source``, in two chunks; what D has is right."""
+    p.office.command(ev.Computed("t", 0, False))
+    p.chunk("t", 96, source)
+    p.chunk("t", 200, source)
+    assert d.scatter("t", 0, 200, target) == ""
+    d.check("t", 0, 200, target)
+    assert p.sent("t", source, 200)
 
 
 @pytest.mark.parametrize("cpu", [False, True], ids=["rows", "cpu"])
@@ -207,12 +218,7 @@ def test_a_preempted_prefill_keeps_what_has_landed(pair: Make, p_tp: int, d_tp: 
     if landed:
         assert until(lambda: all(t.posted for t in p.transports))
     p.preempt("t", 128, first)
-    p.office.command(ev.Computed("t", 0, False))
-    p.chunk("t", 96, second)
-    p.chunk("t", 200, second)
-    assert d.scatter("t", 0, 200, target) == ""
-    d.check("t", 0, 200, target)
-    assert p.sent("t", second, 200)
+    computed_again(p, d, second, target)
     assert hand_over((p, d), "whole", 200, True) == ("", True)
     for rank in p.ranks:
         assert until(lambda rank=rank: len(rank.records) == 2)
@@ -372,12 +378,7 @@ def test_a_fence_may_overtake_the_words_of_the_step_before(pair: Make) -> None:
     p.office.command(ev.Computed("t", 64, False))
     assert not until(lambda: any(transport.posted for transport in p.transports), patience_s=0.2)
     p.office.command(ev.Preempted("t"))
-    p.office.command(ev.Computed("t", 0, False))
-    p.chunk("t", 96, second)
-    p.chunk("t", 200, second)
-    assert d.scatter("t", 0, 200, target) == ""
-    d.check("t", 0, 200, target)
-    assert p.sent("t", second, 200)
+    computed_again(p, d, second, target)
     for engine in (p, d):
         engine.emptied()
 
