@@ -72,6 +72,8 @@ class Causes:
         self.crashes: set[tuple[str, str]] = set()
         """("killed" or "paused", a state): an engine had an open shard in that state when it happened."""
         self.kinds: set[str] = set()
+        """Of what chance brought, and "unheard": a leg was aborted before its peer had heard of it, whose half keeps
+        its memory until its lease or its wait is over, for nothing."""
         self._only = None if only is None else frozenset(only)
         self._links: dict[frozenset[str], list[tuple[float, str]]] = {}
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pushkv.model.protocol import Endpoint, Ledger
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
+from pushkv.model.protocol.states import Receiving
 from pushkv.sim.explore.ghost import Ghost
 from pushkv.sim.explore.host import Host
 from pushkv.sim.explore.violation import Violation
@@ -87,6 +88,11 @@ class Process:
         lanes[lane] = at
         world.order += 1
         heappush(world.queue, (at, world.order, self, action, args))
+
+    def unheard(self, tid: str) -> bool:
+        """Whether some peer may not have been told that ``tid``, which has no verdict, is wanted here."""
+        found = [endpoint.receiver._transfers.get(tid) for endpoint in self.endpoints]
+        return any(each is None or any(shard.state is Receiving.UNSENT for shard in each.shards) for each in found)
 
     # ---------------------------------------------------------------- ranks
 

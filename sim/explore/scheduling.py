@@ -245,6 +245,8 @@ class Scheduling:
         if leg.aborted or leg.loaded:
             return
         leg.aborted, leg.aborted_at = True, self.world.now
+        if part == "receive" and not leg.verdict and self.process.unheard(tid):
+            self.world.causes.kinds.add("unheard")
         if part == "send":
             if not leg.held:
                 self.process.command(ev.Abort(tid, "aborted"))

@@ -7,9 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from pushkv.model.protocol import messages as msg
+from pushkv.sim.explore.case import case_of, play_case
+from pushkv.sim.explore.plan import Abort, Dispatch
 from pushkv.sim.explore.profiles import CONFIGS, PROFILES, Config, Driver, play
 from pushkv.sim.explore.world import SETTINGS, World
 from tests.protocol.transcripts import STEADY
@@ -45,6 +48,20 @@ def test_a_share_of_the_landing_memory_starves_nobody(shape: str) -> None:
     busy = replace(PROFILES["calm"], modes=("packed",), requests=3.0)
     for seed in (30, 31):
         Driver(World(seed, busy, CONFIGS[shape], replace(SETTINGS, landing_share=0.75))).play()
+
+
+def test_a_leg_given_up_unheard_explains_what_its_peer_keeps() -> None:
+    """V1: the decode legs of two finished prefills are aborted before they have registered; the prefills keep the blocks
+    of A until their leases end, and a transfer that waits for those fails. Nothing else was done to anybody.
+    """
+    case = case_of(104472, PROFILES["churn"], CONFIGS["both-parts"], 8)
+    aborts = [action for action in case.plan() if isinstance(action, Abort)]
+    kept = [action for action in case.plan() if isinstance(action, Dispatch)] + aborts
+    played = play_case(msgspec.structs.replace(case, actions=tuple(kept), faults=()))
+    (world,) = played.worlds
+    assert played.violation == ""
+    assert world.requests["t3"].outcome == "failed: lease" and not world.requests["t3"].spoiled
+    assert world.causes.kinds == {"unheard"}
 
 
 def test_a_seed_fixes_everything() -> None:
