@@ -51,8 +51,8 @@ def test_a_share_of_the_landing_memory_starves_nobody(shape: str) -> None:
 
 
 def test_a_leg_given_up_unheard_explains_what_its_peer_keeps() -> None:
-    """V1: the decode legs of two finished prefills are aborted before they have registered; the prefills keep the blocks
-    of A until their leases end, and a transfer that waits for those fails. Nothing else was done to anybody.
+    """V1: the decode legs of two finished prefills are aborted before they have registered; the prefills keep blocks
+    until their leases end, and a transfer that waits for those blocks fails. Nothing else was done to anybody.
     """
     case = case_of(104472, PROFILES["churn"], CONFIGS["both-parts"], 8)
     aborts = [action for action in case.plan() if isinstance(action, Abort)]
