@@ -12,8 +12,8 @@ weights that are equal on both sides. Rows:
     mixed:QPS:N          lengths of every kind, and how many are lost
 
 What is known is printed and written at once into ``--out``: ``rows.jsonl``, ``requests.csv`` (one line per request,
-with the stages of its hand-over), the servers' records and logs. ``--check N`` first compares the log-probabilities of
-N prompts with those that D computes alone. ``--modes`` and ``--rows`` go from left to right until ``--budget-s`` is
+with the stages of its hand-over), ``counters.jsonl`` (what our connectors counted), the servers' records and logs.
+``--check N`` first compares the log-probabilities of N prompts with those that D computes alone. ``--modes`` and ``--rows`` go from left to right until ``--budget-s`` is
 spent.
 ``--device cpu --model tiny`` tries the script on a machine without GPUs; its times mean nothing.
 """
@@ -35,7 +35,7 @@ from typing import Any
 import aiohttp
 import report
 from load import MIX, Served, arrivals, check, decodes, loop, one, prompt_of, prompts_of
-from servers import OURS, SHAPES, URL, make_model, records, serve, stop, up
+from servers import OURS, SHAPES, URL, counters, make_model, records, serve, stop, up
 
 
 class Run:
@@ -140,6 +140,11 @@ async def run_mode(
                 print("# out of time", flush=True)
                 break
             lines.append(await run.row(row))
+        if mode in OURS:
+            counted = {"mode": mode} | {name: await counters(session, name) for name in "PD"}
+            print(json.dumps(counted), flush=True)
+            with (options.out / "counters.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(counted) + "\n")
     finally:
         stop(servers.values())
     return lines

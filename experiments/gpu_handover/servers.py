@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -155,6 +156,19 @@ async def up(session: aiohttp.ClientSession, name: str, process: subprocess.Pope
             pass
         await asyncio.sleep(0.5)
     return False
+
+
+async def counters(session: aiohttp.ClientSession, name: str) -> dict[str, float]:
+    """What the connector of server ``name`` has counted, as its ``/metrics`` says: paths and why, refusals, failures."""
+    async with session.get(URL[name] + "/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    found = {}
+    for line in lines:
+        if line.startswith("pushkv:") and "_total{" in line:
+            series, value = line.rsplit(" ", 1)
+            what = re.search(r'what="([^"]*)"', series)
+            found[series.split("{")[0].removeprefix("pushkv:") + (f" {what[1]}" if what and what[1] else "")] = float(value)
+    return {series: value for series, value in found.items() if value}
 
 
 def stop(servers: Iterable[subprocess.Popen[bytes]]) -> None:
