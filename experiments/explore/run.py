@@ -6,8 +6,9 @@
 
 Each portion is a file in ``results/portions/``, in the form of ``pushkv explore --json``; a portion that is there, and
 was played with the same sources of protocol and explorer, is not played again. ``results/million.json`` and
-``results/million.txt`` are their sum; portions of different sources, or with seeds in common, are not added up. SIGINT
-and SIGTERM stop it; the portion that was being played is then lost, and nothing is half written.
+``results/million.txt`` are their sum; portions of different sources, or with seeds in common, are not added up. Where
+no portion is left, a sum of the same sources is where it goes on from. SIGINT and SIGTERM stop it; the portion that was
+being played is then lost, and nothing is half written.
 
 Exit code 1 when a property broke, 2 when there is nothing that could be added up, 130 when stopped.
 """
@@ -52,13 +53,24 @@ def is_played(path: Path) -> bool:
     return found.versions.get("sources") == tally.sources() and not found.interrupted
 
 
+def adopt(sum_of_all: Path, portions: Path) -> None:
+    """Make ``sum_of_all``, of these sources and in one piece, the only portion where there is none."""
+    if not any(portions.glob("*.json")) and is_played(sum_of_all):
+        text = sum_of_all.read_text(encoding="utf-8")
+        ranges = tally.from_json(text.encode()).seeds
+        if len(ranges) == 1:
+            portions.mkdir(parents=True, exist_ok=True)
+            write(portions / "{}-{}.json".format(*ranges[0]), text)
+
+
 def play(seeds: range, portion: int, jobs: int, portions: Path) -> bool:
     """Play what is not there yet; ``False`` when interrupted."""
     portions.mkdir(parents=True, exist_ok=True)
+    played = [range(*map(int, path.stem.split("-"))) for path in portions.glob("*.json") if is_played(path)]
     for start in range(seeds.start, seeds.stop, portion):
         stop = min(start + portion, seeds.stop)
         path = portions / f"{start}-{stop}.json"
-        if is_played(path):
+        if any(start in part and stop - 1 in part for part in played):
             continue
         found = runner.explore(range(start, stop), jobs=jobs)
         if found.interrupted:
@@ -122,6 +134,7 @@ def main() -> int:
     stop_at_sigterm()
     portions = options.results / "portions"
     try:
+        adopt(options.results / "million.json", portions)
         whole = options.merge_only or play(range(start, stop), options.portion, options.jobs, portions)
         found = merge(portions)
         text = summary(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,10 +67,29 @@ def test_other_versions_of_the_rest_are_named(run: Any, tmp_path: Path) -> None:
 
 
 def test_a_seed_counts_once(run: Any, tmp_path: Path) -> None:
-    assert run.play(range(4), 4, 1, tmp_path)
     assert run.play(range(2, 4), 2, 1, tmp_path)
+    assert run.play(range(4), 4, 1, tmp_path)
     with pytest.raises(run.NotOneSum, match=r"2-4.json has seeds in common"):
         run.merge(tmp_path)
+
+
+def test_it_goes_on_from_a_sum(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Portions do not travel with a checkout, their sum does."""
+
+    def runs(*options: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["run.py", "--results", str(tmp_path), "--portion", "2", *options])
+        assert run.main() == 0
+        return sorted(path.name for path in (tmp_path / "portions").iterdir())
+
+    assert runs("--seeds", "0:4") == ["0-2.json", "2-4.json"]
+    shutil.rmtree(tmp_path / "portions")
+    assert runs("--seeds", "0:6") == ["0-4.json", "4-6.json"]
+    assert runs("--seeds", "0:6") == ["0-4.json", "4-6.json"]
+    found, whole = tally.from_json((tmp_path / "million.json").read_bytes()), runner.explore(range(6))
+    assert (found.seeds, found.total.events) == ([(0, 6)], whole.total.events)
+    shutil.rmtree(tmp_path / "portions")
+    changed(tmp_path / "million.json", sources="0123")
+    assert runs("--seeds", "0:2") == ["0-2.json"]
 
 
 def test_nothing_is_no_sum(run: Any, tmp_path: Path) -> None:
