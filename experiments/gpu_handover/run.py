@@ -13,8 +13,8 @@ weights that are equal on both sides. Rows:
 
 What is known is printed and written at once into ``--out``: ``rows.jsonl``, ``requests.csv`` (one line per request,
 with the stages of its hand-over), ``counters.jsonl`` (what our connectors counted), the servers' records and logs.
-``--check N`` first compares the log-probabilities of N prompts with those that D computes alone. ``--modes`` and ``--rows`` go from left to right until ``--budget-s`` is
-spent.
+``--check N`` first compares the log-probabilities of N prompts with those that D computes alone. ``--modes`` and
+``--rows`` go from left to right until ``--budget-s`` is spent.
 ``--device cpu --model tiny`` tries the script on a machine without GPUs; its times mean nothing.
 """
 

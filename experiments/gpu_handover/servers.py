@@ -159,15 +159,16 @@ async def up(session: aiohttp.ClientSession, name: str, process: subprocess.Pope
 
 
 async def counters(session: aiohttp.ClientSession, name: str) -> dict[str, float]:
-    """What the connector of server ``name`` has counted, as its ``/metrics`` says: paths and why, refusals, failures."""
+    """What the connector of server ``name`` has counted, as its ``/metrics`` says: paths and why, failures."""
     async with session.get(URL[name] + "/metrics") as answer:
         lines = (await answer.text()).splitlines()
     found = {}
     for line in lines:
         if line.startswith("pushkv:") and "_total{" in line:
             series, value = line.rsplit(" ", 1)
-            what = re.search(r'what="([^"]*)"', series)
-            found[series.split("{")[0].removeprefix("pushkv:") + (f" {what[1]}" if what and what[1] else "")] = float(value)
+            what = re.search(r'what="([^"]+)"', series)
+            counter = series.split("{")[0].removeprefix("pushkv:")
+            found[f"{counter} {what[1]}" if what else counter] = float(value)
     return {series: value for series, value in found.items() if value}
 
 
