@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import platform
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -138,15 +139,33 @@ def versions() -> dict[str, str]:
 
 
 def sources() -> str:
-    """A hash of what a seed's run depends on: the sources of the protocol and of the explorer. A compiled build has
-    them beside its modules.
+    """A hash of what a seed's run and its counts depend on: the protocol's sources and those of the explorer that
+    playing seeds imports, not the exhaustive search. A compiled build has them beside its modules.
     """
     digest = sha256()
-    for package in (protocol, explore):
-        for path in sorted(Path(str(package.__file__)).parent.glob("*.py")):
-            digest.update(f"{package.__name__}/{path.name}\n".encode())
-            digest.update(path.read_bytes())
+    for name, path in sorted(_played().items()):
+        digest.update(f"{name}\n".encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _played() -> dict[str, Path]:
+    """Modules of both packages that are reached from the runner's imports, wherever in a module these stand."""
+    folders = {package.__name__: Path(str(package.__file__)).parent for package in (protocol, explore)}
+    found: dict[str, Path] = {}
+    ahead = [f"{explore.__name__}.runner"]
+    while ahead:
+        name = ahead.pop()
+        package, _, module = (name, "", "__init__") if name in folders else name.rpartition(".")
+        if name in found or package not in folders:
+            continue
+        path = folders[package] / f"{module}.py"
+        if path.exists():  # else what is imported is no module
+            found[name] = path
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    ahead += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
 
 
 def document(found: Exploration) -> dict[str, Any]:

@@ -5,6 +5,8 @@ gives the same whoever plays it.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,18 @@ BAD_INPUT = [
     ("replay case.json", "case.json is not a case of pushkv explore"),
     ("replay case.json --profile calm", "--profile belongs to a seed"),
 ]
+
+
+def test_the_hash_of_the_sources_is_of_what_a_seed_plays() -> None:
+    """Else a long exploration would be lost with a change of the exhaustive search, or survive one of the machines."""
+    names = {name.removeprefix("pushkv.") for name in tally._played()}
+    assert {"sim.explore.pairs", "sim.explore.world", "sim.explore.tally", "model.protocol.sender"} < names
+    machines = {path.stem for path in Path("model/protocol").glob("*.py")} - {"__init__", "diagrams"}
+    assert machines <= {name.removeprefix("model.protocol.") for name in names}
+    assert not names & {"sim.explore.exhaustive", "sim.explore.command", "sim.explore.shrink"}
+    played = "import sys, pushkv.sim.explore.runner as r; r.explore(range(2), transfers=2); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", played], capture_output=True, text=True, check=True).stdout.split()
+    assert {name for name in loaded if ".explore." in name} <= set(tally._played())
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_INPUT)
