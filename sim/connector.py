@@ -323,7 +323,8 @@ class Receiving(Connector):
         """The request is over for its client: it does not wait here any more. Blocks that a peer may write come back
         with ``free``."""
         request = flight.d
-        if request is not None and request in self.queue:
-            self.engine.kick()
-            self.queue.remove(request)
-            self.engine.open -= 1
+        for queue in (self.queue, self.engine.waiting):  # the other holds those that were preempted
+            if request is not None and request in queue:
+                self.engine.kick()
+                queue.remove(request)
+                self.engine.open -= 1

@@ -11,6 +11,8 @@ class Request:
 
     computed: int = 0
     freed: bool = False
+    resumed: bool = False
+    """Whether it was preempted before."""
     got: int = 0
     """Tokens generated before its present run of steps."""
     first_step: int = -1
