@@ -142,6 +142,8 @@ class Own:
     mode: str
     setup: Setup
     rows: tuple[Row, ...]
+    lost: tuple[str, ...] = ()
+    """Rows of which nothing was answered."""
 
     @property
     def name(self) -> str:
@@ -166,8 +168,14 @@ def read(files: Files) -> list[Own]:
                 raise BadInput(f"--data: {file} line {line}: mode {row['mode']!r} is none of {', '.join(MODES)}")
             grouped.setdefault(row["mode"], {}).setdefault(row["row"], []).append(row)
         for mode, rows in grouped.items():
-            found.append(Own(file, mode, setup, tuple(_row(file, text, lines) for text, lines in rows.items())))
+            good = {text: lines for text, lines in rows.items() if any(map(_answered, lines))}
+            made = tuple(_row(file, text, lines) for text, lines in good.items())
+            found.append(Own(file, mode, setup, made, tuple(text for text in rows if text not in good)))
     return found
+
+
+def _answered(line: dict[str, str]) -> bool:
+    return not line["error"] and bool(line["ttft_ms"])
 
 
 def _row(file: str, text: str, lines: list[dict[str, str]]) -> Row:
@@ -178,9 +186,7 @@ def _row(file: str, text: str, lines: list[dict[str, str]]) -> Row:
             raise BadInput(f"--data: {file}: {name} {line[name]!r} is not possible; expected a number") from None
 
     lines = sorted(lines, key=lambda line: cell(line, "sent_s"))
-    good = np.array([not line["error"] and bool(line["ttft_ms"]) for line in lines])
-    if not good.any():
-        raise BadInput(f"--data: {file}: no request of {text} was answered")
+    good = np.array([_answered(line) for line in lines])
 
     def column(name: str, *, only_good: bool = True) -> Floats:
         values = np.array([cell(line, name) for line in lines])

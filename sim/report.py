@@ -298,13 +298,15 @@ def _loads(checks: Sequence[Check]) -> str:
 
 
 def _stages(found: Sequence[Stages]) -> str:
-    kinds = list(found[0].measured_ms)[-4:]
+    kinds = max((list(one.measured_ms) for one in found), key=len)[-4:]
     rows = [["", *kinds]]
     for group in dict.fromkeys(one.group for one in found):
         rows.append([group])
         for one in (one for one in found if one.group == group):
-            pairs = (f"{one.measured_ms[kind]:.1f} {one.predicted_ms[kind]:6.1f}" for kind in kinds)
-            rows.append([f"  {one.name}", *pairs])
+            pairs = [
+                (one.measured_ms[kind], one.predicted_ms[kind]) if kind in one.measured_ms else () for kind in kinds
+            ]
+            rows.append([f"  {one.name}", *(f"{pair[0]:.1f} {pair[1]:6.1f}" if pair else "-" for pair in pairs)])
     return table(rows)
 
 

@@ -176,8 +176,9 @@ def _own_checks(one: own.Own, row: own.Row, found: Prediction) -> list[Check]:
 
 
 def _own_stages(one: own.Own, row: own.Row, found: Prediction) -> list[Stages]:
-    """One, where the hand-overs were written down."""
-    names = [name for name, values in row.stages_ms.items() if np.isfinite(values).any()]
+    """One, where the hand-overs were written down, of the stages that both know: a direct transfer gathers nothing."""
+    both = (row.stages_ms, found.stages_ms)
+    names = [name for name in own.STAGES if all(np.isfinite(one[name]).any() for one in both)]
     if not names:
         return []
     measured = {name: float(np.nanmedian(row.stages_ms[name])) for name in names}
@@ -344,6 +345,9 @@ def _own_notes(ours: Sequence[own.Own]) -> Iterator[str]:
             f" simulated {own.TIMES} times. Rows of requests_8b.csv and requests_32b.csv, and of those that end in"
             " again, are of earlier connectors."
         )
+        lost = [f"{one.name} {text}" for one in ours for text in one.lost]
+        if lost:
+            yield f"Nothing of it was answered, so it is not scored: {', '.join(lost)}."
 
 
 def _notes(files: Files, bare: Sequence[Server], unfitted: Sequence[Check]) -> Iterator[str]:

@@ -160,7 +160,6 @@ def test_landing_memory_that_is_too_small_makes_packed_prompts_wait_and_auto_go_
     [
         ("mode", "pul", "mode 'pul' is none of chunk, packed, auto, direct, push, pull"),
         ("sent_s", "soon", "sent_s 'soon' is not possible"),
-        ("error", "lost", "no request of open:1000:1:1 was answered"),
     ],
 )
 def test_a_run_that_cannot_be_used_is_one_line(tmp_path: Path, column: str, text: str, says: str) -> None:
@@ -175,6 +174,30 @@ def test_a_run_that_cannot_be_used_is_one_line(tmp_path: Path, column: str, text
         writer.writerow(row)
     with pytest.raises(BadInput, match=says):
         own.read(Files((tmp_path,)))
+
+
+def test_a_row_of_which_nothing_was_answered_is_named_and_not_scored(tmp_path: Path) -> None:
+    rows = {
+        ("direct", "open:1000:2:2"): [(1.0, 1000, 8, ""), (1.5, 1000, 8, "")],
+        ("direct", "open:2000:2:1"): [(9.0, 2000, 0, "lost")],
+        ("chunk", "open:1000:2:1"): [(1.0, 1000, 8, "")],
+    }
+    files = _written(tmp_path, rows)
+    direct, _ = own.read(files)
+    assert ([row.name for row in direct.rows], direct.lost) == (["1000@2"], ("open:2000:2:1",))
+    assert any("third direct open:2000:2:1" in note for note in validate._own_notes([direct]))
+    stages = [
+        line
+        for one in own.read(files)
+        for row, found in own.replay(one)
+        for line in validate._own_stages(one, row, found)
+    ]
+    assert "gathered" not in stages[0].measured_ms and "gathered" in stages[1].measured_ms
+    check = report.Check("out-of-sample: x", "x", "ms", 1.0, 1.0)
+    found = Validation((check,), {}, (), tuple(stages))
+    report.to_json(found.document())
+    (line,) = (line for line in report.validate(found).splitlines() if line.startswith("  direct 1000@2"))
+    assert line.split()[-2:] == ["-", "-"]  # it asks for no scatter and launches none
 
 
 def test_every_file_of_the_list_is_there_and_its_servers_are_known() -> None:
