@@ -77,9 +77,10 @@ class Connector:
         """On the engine's thread at ``t``, before the launch; returns when it has the thread again."""
         return t
 
-    def before_step(self, starting: Sequence[Request]) -> int:
-        """Device ticks of work that must precede the step in which ``starting`` begin."""
-        return 0
+    def before_step(self, starting: Sequence[Request], t: int, start: int) -> tuple[int, int]:
+        """The step in which ``starting`` begin: when the engine's thread, at ``t`` now, can launch it, and when the
+        device, free at ``start``, can begin it."""
+        return t, start
 
     def launched(self, parts: Sequence[Part], t: int) -> None:
         """A step with chunks of prompts was launched; its end on the device is ``engine.gpu_free``."""
@@ -322,7 +323,8 @@ class Receiving(Connector):
         """The request is over for its client: it does not wait here any more. Blocks that a peer may write come back
         with ``free``."""
         request = flight.d
-        if request is not None and request in self.queue:
-            self.engine.kick()
-            self.queue.remove(request)
-            self.engine.open -= 1
+        for queue in (self.queue, self.engine.waiting):  # the other holds those that were preempted
+            if request is not None and request in queue:
+                self.engine.kick()
+                queue.remove(request)
+                self.engine.open -= 1

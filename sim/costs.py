@@ -26,6 +26,8 @@ class StepCosts:
         self.schedule = ticks(serving.schedule_s)
         self.idle_poll = ticks(serving.idle_poll_s)
         self.decode_launch = ticks(serving.decode_launch_s)
+        self.stream = ticks(cost.hardware.calibration.stream_s)
+        self.result = ticks(cost.hardware.calibration.result_s)
         self._lines: dict[int, tuple[int, int]] = {}
         self._chunks: dict[tuple[int, int], tuple[float, float, float]] = {}
 

@@ -43,6 +43,8 @@ class Engine(Scheduler):
         self.env, self.name, self.costs, self.fast = env, name, costs, fast
         self.inbox: list[Request] = []
         self.gpu_free = 0
+        self.gpu_began = 0
+        """When the device began the step that it ends at ``gpu_free``, or will."""
         self.on_step: Callable[[int, Batch], None] | None = None
         self.dead = False
         self._queue: deque[Batch] = deque()
@@ -234,26 +236,28 @@ class Engine(Scheduler):
 
     def _results(self, batch: Batch, now: int) -> None:
         connector = self.connector
+        passed = now + self.costs.stream * max(0, batch.count - 1)  # the tokens of a step leave one by one
         if batch.report and connector.apply(batch.report, now):
             self._finished_flag = True
         for request in batch.prefilled:
             self._finished_flag = True
             connector.prefilled(request, now)
         for request in batch.firsts:
-            connector.first_token(request, now)
+            connector.first_token(request, passed)
         for request in batch.lasts:
             self._finished_flag = True
             self._finishing -= 1
             self.open -= 1
             self.pool.give_back(request.blocks)
-            connector.finished(request, now)
+            connector.finished(request, passed)
 
     def _launch(self, batch: Batch, t: int) -> int:
-        """Launch on this thread; returns when it has the thread again. ``batch.end`` is when the device is done."""
+        """Launch on this thread; returns when it has the thread again. ``gpu_free`` is when the device is done then,
+        ``batch.end`` when the engine can take note of it."""
         costs = self.costs
         start = self.gpu_free if self.gpu_free > t else t
         if batch.firsts:
-            start += self.connector.before_step(batch.firsts)
+            t, start = self.connector.before_step(batch.firsts, t, start)
         if batch.parts:
             host, batch.end = costs.mixed(batch.parts, batch.count, batch.context, t, start)
             t += host
@@ -261,7 +265,9 @@ class Engine(Scheduler):
             t += costs.decode_launch
             base, slope = costs.decode_line(batch.count)
             batch.end = (start if start > t else t) + base + slope * batch.context
-        self.gpu_free = batch.end
+        self.gpu_began, self.gpu_free = start, batch.end
+        if batch.prefilled:
+            batch.end += costs.result
         if self.on_step is not None:
             self.on_step(start if batch.parts else max(start, t), batch)
         if batch.parts:

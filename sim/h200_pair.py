@@ -6,13 +6,13 @@ run. Holds no constant that was fitted: those stand in the profiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from pushkv.sim import scenario, world
-from pushkv.sim.measured import OWN_FILE, Point, Server
+from pushkv.sim.measured import Point, Server
 from pushkv.sim.metrics import Floats
 from pushkv.sim.progress import Progress
 from pushkv.sim.workload import Workload
@@ -22,12 +22,11 @@ __all__ = ["BLOCK", "Prediction", "positions", "replay", "workload"]
 BLOCK = 16
 """Tokens of a KV block, of all servers."""
 
-_CACHE_TOKENS = {"qwen3-8b": 797_038, "qwen3-32b": 258_161}  # of either server, from the README of the data
+CACHE_TOKENS = {"qwen3-8b": 797_038, "qwen3-32b": 258_161}  # of either server, from the README of the data
 
 # What the client did: three requests to warm up (600 tokens in, 8 out), then the points one after the other on the same
 # pair of servers. It builds each random prompt in its own event loop before sending it, "about 8 ms for 16k" (README),
-# which puts every later send back (not so in this project's own runs: their arrivals are the sends). The pauses are not
-# recorded; nothing is under way after them.
+# which puts every later send back. The pauses are not recorded; nothing is under way after them.
 _WARM_UP = [(float(second), 600, 8) for second in range(3)]
 _BUILD_S_PER_TOKEN = 0.5e-6
 _PAUSE_S = 5.0
@@ -40,11 +39,15 @@ _LEFT_OUT = {"requests": 40, "input_len": 4096, "output_len": 96, "qps": 5.0, "s
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator says about the answered requests of one `Point`; milliseconds."""
+    """What the simulator says about the answered requests of one `Point`; milliseconds.
+
+    ``stages_ms``: when each stage of a hand-over was over, from the end of P's leg.
+    """
 
     leg_ms: Floats
     ttft_ms: Floats
     tpot_ms: Floats
+    stages_ms: Mapping[str, Floats] = field(default_factory=dict)
 
 
 def replay(server: Server, calibration: str | None = None, *, progress: Progress | None = None) -> list[Prediction]:
@@ -52,13 +55,13 @@ def replay(server: Server, calibration: str | None = None, *, progress: Progress
 
     ``calibration`` replaces the server's own. One prediction per point, of its answered requests, in their order.
     """
-    blocks = _CACHE_TOKENS.get(server.model)
+    blocks = CACHE_TOKENS.get(server.model)
     load = workload(server)
     plan = scenario.load(
         None,
         {
             "model": server.model,
-            **server.flags,
+            "mode": server.mode,
             "calibration": calibration or server.calibration,
             "num_blocks": None if blocks is None else blocks // BLOCK,
             "requests": len(load),
@@ -69,7 +72,8 @@ def replay(server: Server, calibration: str | None = None, *, progress: Progress
     found = []
     for first, point in positions(server):
         rows = first + np.flatnonzero(point.answered)
-        found.append(Prediction(*(log.milliseconds(name)[rows] for name in ("prefill", "ttft", "tpot"))))
+        leg, ttft, tpot = (log.milliseconds(name)[rows] for name in ("prefill", "ttft", "tpot"))
+        found.append(Prediction(leg, ttft, tpot))
     return found
 
 
@@ -85,8 +89,7 @@ def workload(server: Server) -> Workload:
             arrival_s += (arrival_s[-1] + _PAUSE_S + _left_out_s()).tolist()
             input_len += [int(_LEFT_OUT["input_len"])] * int(_LEFT_OUT["requests"])
             output_len += [int(_LEFT_OUT["output_len"])] * int(_LEFT_OUT["requests"])
-    built_s_per_token = 0.0 if server.file == OWN_FILE else _BUILD_S_PER_TOKEN
-    sent_s = np.array(arrival_s) + np.cumsum(np.array(input_len) * built_s_per_token)
+    sent_s = np.array(arrival_s) + np.cumsum(np.array(input_len) * _BUILD_S_PER_TOKEN)
     return Workload(sent_s, np.array(input_len, dtype=np.int32), np.array(output_len, dtype=np.int32))
 
 

@@ -22,7 +22,6 @@ from pushkv.sim.metrics import Floats
 __all__ = [
     "BLIND_FILE",
     "CALIBRATIONS",
-    "OWN_FILE",
     "REQUEST_FILES",
     "TABLE_CALIBRATION",
     "Files",
@@ -32,13 +31,13 @@ __all__ = [
     "needed",
     "number",
     "read_blind_servers",
-    "read_own_servers",
     "read_servers",
 ]
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _H200_DATA = Path("experiments/h200_pair/data")
 _PUBLISHED_DATA = Path("experiments/published/data")
+_OWN_DATA = Path("experiments/gpu_handover/results")
 
 REQUEST_FILES = {"h200_requests.csv": "", "h200_requests_32b.csv": "", "h200_requests_compiled.csv": "compiled"}
 """Files of requests, and how their servers were configured besides vLLM's eager mode."""
@@ -46,16 +45,7 @@ REQUEST_FILES = {"h200_requests.csv": "", "h200_requests_32b.csv": "", "h200_req
 BLIND_FILE = "h200_requests_blind.csv"
 """Requests of eager servers whose prediction was written down first."""
 
-OWN_FILE = "h200_requests_pushkv.csv"
-"""Requests of eager servers with this project's connector."""
-
-OWN_MODES = {
-    "packed": {"mode": "pushkv", "path": "packed", "overlap": "none"},
-    "chunk": {"mode": "pushkv", "path": "packed", "overlap": "chunk"},
-}
-"""What the modes in `OWN_FILE` are in a scenario."""
-
-_CONFIGURATIONS = {**REQUEST_FILES, BLIND_FILE: "", OWN_FILE: ""}
+_CONFIGURATIONS = {**REQUEST_FILES, BLIND_FILE: ""}
 
 CALIBRATIONS = {
     ("qwen3-8b", "", "pull"): "eager-prefill",
@@ -114,11 +104,6 @@ class Server:
         known = CALIBRATIONS.get((self.model, self.configuration, self.mode))
         return known or TABLE_CALIBRATION[self.configuration]
 
-    @property
-    def flags(self) -> dict[str, str]:
-        """The mode in the words of a scenario."""
-        return OWN_MODES.get(self.mode, {"mode": self.mode})
-
 
 @dataclass(slots=True)
 class Files:
@@ -127,6 +112,10 @@ class Files:
     folders: tuple[Path, ...]
     used: dict[str, Path] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
+
+    def there(self, name: str) -> bool:
+        """Whether a file is in one of the folders."""
+        return any((folder / name).is_file() for folder in self.folders)
 
     def rows(self, name: str, columns: Sequence[str]) -> list[dict[str, str]]:
         """The rows of a CSV that must have ``columns``; none where the file is not there."""
@@ -158,7 +147,7 @@ def find_data(data: str | None) -> Files:
     """The folder ``data``, or those of the repository that this file lies in. Raises `BadInput`."""
     if data is None:
         h200 = _REPOSITORY / _H200_DATA
-        folders = (h200, h200.parent, _REPOSITORY / _PUBLISHED_DATA)
+        folders = (h200, h200.parent, _REPOSITORY / _PUBLISHED_DATA, _REPOSITORY / _OWN_DATA)
         if not folders[0].is_dir():
             raise BadInput(
                 f"the measurements are not part of the installed package: give --data FOLDER, {_H200_DATA} of a clone"
@@ -185,14 +174,7 @@ def read_blind_servers(files: Files) -> list[Server]:
     return _servers(files, [BLIND_FILE])
 
 
-def read_own_servers(files: Files) -> list[Server]:
-    """Every pair of servers in `OWN_FILE`; none where it is not there."""
-    if not any((folder / OWN_FILE).is_file() for folder in files.folders):
-        return []
-    return _servers(files, [OWN_FILE], tuple(OWN_MODES))
-
-
-def _servers(files: Files, names: Iterable[str], modes: tuple[str, ...] = ("pull", "push")) -> list[Server]:
+def _servers(files: Files, names: Iterable[str]) -> list[Server]:
     columns = ("model", "mode", "input_len", "output_len", "qps", "arrival_s", "prefill_leg_ms", "ttft_ms", "tpot_ms")
     servers = []
     for file in names:
@@ -201,8 +183,8 @@ def _servers(files: Files, names: Iterable[str], modes: tuple[str, ...] = ("pull
             values = {column: number(file, line, column, row[column]) for column in columns[2:]}
             point = (int(needed(file, line, "input_len", values)), needed(file, line, "qps", values))
             needed(file, line, "output_len", values)
-            if row["mode"] not in modes:
-                raise BadInput(f"--data: {file} line {line}: mode {row['mode']!r} is neither {' nor '.join(modes)}")
+            if row["mode"] not in ("pull", "push"):
+                raise BadInput(f"--data: {file} line {line}: mode {row['mode']!r} is neither pull nor push")
             grouped.setdefault((row["model"], row["mode"]), {}).setdefault(point, []).append(values)
         for (model, mode), points in grouped.items():
             catalog.model(model)

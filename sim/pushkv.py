@@ -9,12 +9,13 @@ the transfer threads drive themselves.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pushkv.model.protocol import events as ev
 from pushkv.sim.connector import Receiving, Sending
 from pushkv.sim.request import Flight, Request
+from pushkv.sim.ticks import ticks
 from pushkv.sim.trace import MEMORY, TRANSFER
 
 if TYPE_CHECKING:
@@ -23,40 +24,59 @@ if TYPE_CHECKING:
     from pushkv.sim.world import World
 
 
+def _line(fixed_s: float, per_token_s: float) -> tuple[int, int]:
+    """Ticks, and ticks per token."""
+    return ticks(fixed_s), ticks(per_token_s)
+
+
 class PushkvPrefill(Sending):
     """P: gather on the device, write from the transfer thread."""
 
     def __init__(self, world: World, engine: Engine) -> None:
         super().__init__(world, engine)
-        self._thread_free = 0
-        self._poll = world.transfer_poll
+        serving = world.serving
+        self._thread_free = self._copies_free = 0
+        self._poll, self._beside = world.transfer_poll, world.transfers.beside
+        self._begin = _line(serving.transfer_start_s, serving.transfer_start_per_token_s)
+        self._ready = ticks(serving.part_s)
         self._enqueued: dict[str, int] = {}
         """Of prompts under way: tokens whose gather is enqueued."""
+        self._steps: dict[str, list[tuple[int, int]]] = {}
+        """Of prompts under way that leave by chunks: so many tokens are computed when a step has ended on the
+        device."""
 
     def received(self, request: Request) -> None:
         super().received(request)
         self._hold(request, self.world.transfers.bytes_per_token, chunked=self.world.chunked)
 
     def started(self, request: Request, now: int) -> None:
-        """A direct transfer is offered when its prefill starts, a packed one with its first chunk, in this pass."""
+        """What leaves whole is offered when its prefill starts, what leaves by chunks with the first, in this pass."""
         flight = request.flight
-        if flight.prefill_start < 0 and not flight.packed:
+        if flight.prefill_start < 0 and not (flight.packed and self.world.chunked):
             self.host.feed(ev.Computed(flight.id, 0, False))
         super().started(request, now)
 
+    def preempted(self, request: Request) -> None:
+        self._steps.pop(request.flight.id, None)
+        super().preempted(request)
+
     def launched(self, parts: Sequence[Part], t: int) -> None:
-        """The gather of what this step computes is enqueued behind it; the next forward waits for it on the device."""
+        """By chunks: the gather of what this step computes is enqueued behind it; the next forward waits for it on the
+        device."""
+        end = self.engine.gpu_free
         for request, new, before in parts:
             flight = request.flight
             if flight.packed and flight.id in self._at_work:
-                done = before + new
                 if flight.landing < 0:
                     flight.landing = self.env.ticks  # D grants within two messages
-                self.host.feed(ev.Computed(flight.id, done, done == flight.input_len))
+                if self.world.chunked:
+                    done = before + new
+                    self._steps.setdefault(flight.id, []).append((done, end))
+                    self.host.feed(ev.Computed(flight.id, done, done == flight.input_len))
 
     def prefilled(self, request: Request, now: int) -> None:
-        """Packed, with every gather enqueued: the device runs them before whatever is written into the blocks next, so
-        vLLM frees them at once. Else they are held.
+        """By chunks, with every gather enqueued: the device runs them before whatever is written into the blocks next,
+        so vLLM frees them at once. Else they are held, and what leaves whole leaves now.
         """
         flight = request.flight
         enqueued = self._enqueued.pop(flight.id, 0)
@@ -66,33 +86,63 @@ class PushkvPrefill(Sending):
             self._free_blocks(request, now)
             return
         super().prefilled(request, now)
-        if not flight.packed and flight.id in self._at_work:
+        if flight.id in self._at_work and not (flight.packed and self.world.chunked):
+            fixed, each = self._begin
+            self.world.later(now + fixed + each * request.input_len, self._leaves, flight)
+
+    def _leaves(self, flight: Flight) -> None:
+        if not self.host.stopped(self._leaves, flight) and flight.id in self._at_work:
             self.host.feed(ev.Computed(flight.id, flight.input_len, True))
 
+    def release(self, action: ev.Release) -> None:
+        self._steps.pop(action.transfer_id, None)
+        super().release(action)
+
     def pack(self, action: ev.Pack) -> None:
+        """Gather on a stream of its own, when the tokens are computed. Where that is the step that was launched last,
+        the next one waits for it; what comes later passes beside what the device computes, behind the kernel that runs
+        there."""
         engine, world = self.engine, self.world
-        start = max(self.env.ticks, engine.gpu_free)
         if action.transfer_id not in self.held:
             self._enqueued[action.transfer_id] = action.stop
-        engine.gpu_free = start + world.transfers.gather(action.stop - action.start)
+        steps = self._steps.get(action.transfer_id, ())
+        computed = next((end for tokens, end in steps if action.stop <= tokens), 0)
+        start = max(self.env.ticks, computed, self._copies_free)
+        if engine.gpu_free > start:
+            start += round((engine.gpu_free - engine.gpu_began) * self._beside)
+        self._copies_free = end = start + world.transfers.gather(action.stop - action.start)
+        if computed and engine.gpu_free <= start:
+            engine.gpu_free = end
         if world.trace is not None:
-            world.span(world.flights[action.transfer_id], engine.name, TRANSFER, "gather", start, engine.gpu_free)
-        self.env.call(engine.gpu_free + self._poll, self._gathered, action.handle)
+            world.span(world.flights[action.transfer_id], engine.name, TRANSFER, "gather", start, end)
+        self.env.call(end + self._poll, self._gathered, (action.handle, action.transfer_id))
 
-    def _gathered(self, handle: int) -> None:
+    def _posting(self, then: Callable[[Any], None], what: Any) -> bool:
+        """Whether the transfer thread is at work on a post; then it looks at ``what`` after it."""
+        busy = self._thread_free > self.env.ticks
+        if busy:
+            self.env.call(self._thread_free, then, what)
+        return busy
+
+    def _gathered(self, what: tuple[int, str]) -> None:
         host = self.host
-        if not host.stopped(self._gathered, handle):
-            host.feed(ev.Packed(handle))
+        if not (host.stopped(self._gathered, what) or self._posting(self._gathered, what)):
+            flight = self.world.flights.get(what[1])
+            if flight is not None:
+                flight.gathered = self.env.ticks
+            host.feed(ev.Packed(what[0]))
 
     def post(self, action: ev.Post) -> None:
-        """The transfer thread posts as soon as it is free."""
+        """The transfer thread posts as soon as it is free; a packed part must be made ready first."""
         world = self.world
         flight = world.flights[action.transfer_id]
         transfers = world.transfers
         pieces = transfers.parcels(action.stop - action.start) if action.packed else transfers.pieces(flight)
         now = self.env.ticks
         start = max(now, self._thread_free)
-        self._thread_free = start + transfers.post(flight, pieces)
+        if action.packed:
+            start += self._ready
+        flight.posted = self._thread_free = start + transfers.post(flight, pieces)
         what = (action, flight, pieces, self._thread_free)
         if start == now:
             self._write(what)
@@ -106,13 +156,16 @@ class PushkvPrefill(Sending):
         action, flight, pieces, posted = what
         if host.claim(action.handle):
             tokens = action.stop - action.start
+            done = (flight, action.handle)
             self.world.transfers.move(
-                flight, tokens, pieces, posted, self._poll, self._done, action.handle, packed=action.packed
+                flight, tokens, pieces, posted, self._poll, self._done, done, packed=action.packed
             )
 
-    def _done(self, handle: int) -> None:
+    def _done(self, what: tuple[Flight, int]) -> None:
         host = self.host
-        if not host.stopped(self._done, handle):
+        if not (host.stopped(self._done, what) or self._posting(self._done, what)):
+            flight, handle = what
+            flight.written = self.env.ticks
             host.feed(ev.WriteDone(handle))
 
 
@@ -124,6 +177,11 @@ class PushkvDecode(Receiving):
     def __init__(self, world: World, engine: Engine) -> None:
         super().__init__(world, engine)
         self.expecting: dict[str, Request] = {}
+        self._heard, self._load = (
+            ticks(world.serving.landed_s),
+            _line(world.serving.load_s, world.serving.load_per_token_s),
+        )
+        self._prepare = _line(world.serving.prepare_s, world.serving.prepare_per_token_s)
         self._landed: deque[Request] = deque()
         self._seen: list[Request] = []
         self._told: set[str] = set()
@@ -145,11 +203,16 @@ class PushkvDecode(Receiving):
             self._seen.append(self.remote[action.transfer_id])
             self.news += 1
             self.host.book(ev.Loaded(action.transfer_id))
+            self.engine.kick()
         else:
-            request = self.expecting.pop(action.transfer_id)
+            self.world.later(self.env.ticks + self._heard, self._complete, action.transfer_id)
+
+    def _complete(self, transfer_id: str) -> None:
+        if not self.host.stopped(self._complete, transfer_id) and transfer_id in self.expecting:
+            request = self.expecting.pop(transfer_id)
             request.flight.landed = self.env.ticks
             self._landed.append(request)
-        self.engine.kick()
+            self.engine.kick()
 
     def admitted(self, action: ev.Admit) -> None:
         self.queue.append(self.expecting.pop(action.transfer_id))
@@ -180,16 +243,19 @@ class PushkvDecode(Receiving):
         self.host.book(ev.Allocated(flight.id, flight.id))
         return True
 
-    def before_step(self, starting: Sequence[Request]) -> int:
-        """Landing memory is scattered into the fresh blocks before the step, in ``start_load_kv``."""
-        total = 0
+    def before_step(self, starting: Sequence[Request], t: int, start: int) -> tuple[int, int]:
+        """The scatter is asked for at the end of the pass, launched by the transfer thread while the engine's prepares
+        the step, and runs on a stream of its own when the device is free; the step waits for it on the device."""
         for request in starting:
-            if request.flight.packed and request.first_step == self.engine.steps:
-                start = max(self.engine.gpu_free, self.env.ticks) + total
-                cost = self.world.transfers.scatter(request.input_len)
-                self.world.span(request.flight, self.engine.name, TRANSFER, "scatter", start, start + cost)
-                total += cost
-        return total
+            flight, n = request.flight, request.input_len
+            if flight.packed and request.first_step == self.engine.steps:
+                flight.asked = t
+                flight.launched = t + self._load[0] + self._load[1] * n
+                begin = max(start, flight.launched)
+                start = begin + self.world.transfers.scatter(n)
+                self.world.span(flight, self.engine.name, TRANSFER, "scatter", begin, start)
+                t += self._prepare[0] + self._prepare[1] * n
+        return t, start
 
     def first_token(self, request: Request, now: int) -> None:
         flight = request.flight

@@ -23,6 +23,7 @@ __all__ = [
     "SCHEMA",
     "WIDTH",
     "Check",
+    "Stages",
     "Validation",
     "calibrate",
     "compare",
@@ -58,7 +59,8 @@ class Check:
 
     ``limit`` is the largest relative error that passes (None: shown only), ``noise`` how far the measurement's own
     repeats lie apart, relative. ``group`` is the heading that the row stands under, as "in-sample" or "out-of-sample".
-    A miss of a check that is not ``binding`` is shown and counted, and does not fail the run.
+    A miss of a check that is not ``binding`` is shown and counted, and does not fail the run. ``what``: the checks of a
+    group that say it are printed as one line per load, with a column for each; it is the end of their ``name``.
     """
 
     group: str
@@ -69,6 +71,7 @@ class Check:
     limit: float | None = None
     noise: float | None = None
     binding: bool = True
+    what: str = ""
 
     @property
     def error(self) -> float:
@@ -82,12 +85,24 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
+class Stages:
+    """When the stages of a load's hand-overs were over, measured and predicted: medians, milliseconds from the end of
+    P's leg."""
+
+    group: str
+    name: str
+    measured_ms: Mapping[str, float]
+    predicted_ms: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Validation:
     """All checks of ``pushkv validate``; ``inputs`` maps each file read to its SHA-256, ``notes`` are printed after."""
 
     checks: tuple[Check, ...]
     inputs: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    stages: tuple[Stages, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -97,7 +112,10 @@ class Validation:
     def document(self) -> dict[str, Any]:
         """The JSON document of ``pushkv validate``."""
         rows = [asdict(check) | {"error": check.error, "passed": check.passed} for check in self.checks]
-        return {"schema": SCHEMA, "inputs": dict(self.inputs), "checks": rows, "passed": self.passed}
+        stages = [asdict(one) for one in self.stages]
+        return {
+            "schema": SCHEMA, "inputs": dict(self.inputs), "checks": rows, "stages": stages, "passed": self.passed
+        }  # fmt: skip
 
 
 def documents(runs: Iterable[Document]) -> dict[str, Any]:
@@ -239,6 +257,9 @@ def validate(found: Validation) -> str:
     """Predicted beside measured, a block per group, and the files that were read."""
     blocks = []
     for group in dict.fromkeys(check.group for check in found.checks):
+        if any(check.what for check in found.checks if check.group == group):
+            blocks.append(f"{group}\n{_loads([check for check in found.checks if check.group == group])}")
+            continue
         rows = [["", "measured", "predicted", "error", "limit", "noise", ""]]
         for check in found.checks:
             if check.group == group:
@@ -248,6 +269,8 @@ def validate(found: Validation) -> str:
                 verdict = "" if check.limit is None else "ok" if check.passed else "MISS"
                 rows.append([check.name, measured, predicted, f"{check.error:+.1%}", limit, noise, verdict])
         blocks.append(f"{group}\n{table(rows)}")
+    if found.stages:
+        blocks.append(f"{_STAGES}\n{_stages(found.stages)}")
     failed = sum(not check.passed for check in found.checks)
     free = sum(not check.passed for check in found.checks if not check.binding)
     blocks.append(
@@ -256,6 +279,35 @@ def validate(found: Validation) -> str:
     blocks += [textwrap.fill(note, WIDTH) for note in found.notes]
     blocks.append("\n".join(["read", *(_cut(f"  {digest[:16]}  {name}") for name, digest in found.inputs.items())]))
     return "\n\n".join(blocks)
+
+
+_STAGES = "stages of hand-overs, medians, ms from the end of P's leg: measured, predicted"
+
+
+def _loads(checks: Sequence[Check]) -> str:
+    """One line per load: errors, and of the last column what was measured and predicted. ``!`` marks a miss."""
+    end = checks[-1].what
+    kinds = [*dict.fromkeys(check.what for check in checks if check.what != end), end]
+    rows = [["", *kinds, "error"]]
+    for name in dict.fromkeys(check.name.removesuffix(f" {check.what}") for check in checks):
+        mine = {check.what: check for check in checks if check.name == f"{name} {check.what}"}
+        errors = [f"{one.error:+.0%}{'' if one.passed else '!'}" if one else "" for one in map(mine.get, kinds)]
+        last = mine[end]
+        rows.append([name, *errors[:-1], f"{last.measured:.1f} {last.predicted:6.1f}", errors[-1]])
+    return table(rows)
+
+
+def _stages(found: Sequence[Stages]) -> str:
+    kinds = max((list(one.measured_ms) for one in found), key=len)[-4:]
+    rows = [["", *kinds]]
+    for group in dict.fromkeys(one.group for one in found):
+        rows.append([group])
+        for one in (one for one in found if one.group == group):
+            pairs = [
+                (one.measured_ms[kind], one.predicted_ms[kind]) if kind in one.measured_ms else () for kind in kinds
+            ]
+            rows.append([f"  {one.name}", *(f"{pair[0]:.1f} {pair[1]:6.1f}" if pair else "-" for pair in pairs)])
+    return table(rows)
 
 
 def _heading(scenario: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,8 @@ class Request:
 
     computed: int = 0
     freed: bool = False
+    resumed: bool = False
+    """Whether it was preempted before."""
     got: int = 0
     """Tokens generated before its present run of steps."""
     first_step: int = -1
@@ -33,8 +35,15 @@ class Flight:
     p: Request | None = None
     d: Request | None = None
     leg_end: int = -1
+    end: int = -1
+    """Of one whose last token has come before P's answer."""
     first_token: int = -1
+    gathered: int = -1
+    posted: int = -1
+    written: int = -1
     landed: int = -1
+    asked: int = -1
+    launched: int = -1
     landing: int = -1
     held_p: int = -1
     held_d: int = -1

@@ -142,7 +142,8 @@ class Scheduler:
 
     def _schedule_prompts(self, parts: list[Part], ending: list[Request], now: int) -> None:
         """Chunks of prompts: those under way first, then new ones while there is room, but none in a step that has
-        preempted somebody."""
+        preempted somebody. Who was preempted comes back when there is room for all of it, not for a chunk: alone in a
+        cache that has lost blocks for good it would be thrown out again for ever."""
         budget = self.token_budget - len(self.active) - len(self._starting)
         if self.prefilling:
             for request in list(self.prefilling):
@@ -151,7 +152,8 @@ class Scheduler:
         while self.waiting and budget > 0 and not self._preempted and self.running < self.max_num_seqs:
             request = self.waiting[0]
             count = min(budget, request.target - request.computed)
-            if -(-(request.computed + count) // self.block_size) - len(request.blocks) > self.pool.free:
+            reach = request.target if request.resumed else request.computed + count
+            if -(-reach // self.block_size) - len(request.blocks) > self.pool.free:
                 self.connector.starved(request, now)
                 break
             self.waiting.popleft()
@@ -199,6 +201,7 @@ class Scheduler:
         else:
             self.prefilling.remove(request)
         request.computed = 0
+        request.resumed = True
         request.target = request.input_len + request.got
         self.connector.preempted(request)
         self.waiting.appendleft(request)

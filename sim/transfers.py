@@ -62,6 +62,8 @@ class Transfers:
         self._copies = narrow
         self._p_share, self._d_share = narrow / p, narrow / d
         self.landing_segments = max(1, int(scenario.landing_gib * (1 << 30) // SEGMENT_BYTES))
+        self.beside = parts.hardware.beside_layers / parts.shape.layers
+        """Part of a step for which a gather waits that passes beside it."""
         self._posts: dict[int, int] = {}
         self._moves: dict[tuple[int, int, bool], tuple[float, int]] = {}
         self._passes: dict[tuple[str, int], int] = {}
@@ -136,7 +138,7 @@ class Transfers:
     def _pass(self, name: str, cost_s: Callable[..., float], tokens: int, share: float) -> int:
         cost = self._passes.get((name, tokens))
         if cost is None:
-            cost = ticks(cost_s(self._hardware, tokens * self.bytes_per_token * share, busy=True))
+            cost = ticks(cost_s(self._hardware, tokens * self.bytes_per_token * share, busy=True, fused=True))
             self._passes[name, tokens] = cost
         return cost
 

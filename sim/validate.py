@@ -4,10 +4,11 @@ Decides what is compared, within which limits, and which rows had a hand in the 
 is in ``measured``, how they are simulated in ``h200_pair``. It computes no cost and holds no constant that was fitted:
 those stand in the profiles, each with its source.
 
-Measured are the files of ``experiments/h200_pair/data``; its README says how. A row is in-sample where a constant was
+Measured are the files of ``experiments/h200_pair/data``, and those of ``experiments/gpu_handover/results`` that ``own``
+names; their READMEs say how. A row is in-sample where a constant was
 fitted to it or to what was logged beside it, out-of-sample otherwise. The blind rows were measured after their
 prediction was written down (``blind_predictions.csv``); they are held to the same limits, and a miss does not fail. Nor
-does one of this project's own connector, where its requests are among the files.
+does one of this project's own runs.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ import numpy as np
 from pushkv.model.timing import EngineCost, post_s, profiles, transfer_s
 from pushkv.model.timing.calibrate import engine_rows
 from pushkv.model.timing.fabric import Op
-from pushkv.sim import catalog
+from pushkv.sim import catalog, own
 from pushkv.sim.errors import BadInput
 from pushkv.sim.h200_pair import BLOCK, Prediction, replay, workload
 from pushkv.sim.measured import (
     BLIND_FILE,
     CALIBRATIONS,
-    OWN_FILE,
     TABLE_CALIBRATION,
     Files,
     Point,
@@ -36,17 +36,17 @@ from pushkv.sim.measured import (
     needed,
     number,
     read_blind_servers,
-    read_own_servers,
     read_servers,
 )
 from pushkv.sim.progress import Progress
-from pushkv.sim.report import Check, Validation
+from pushkv.sim.report import Check, Stages, Validation
 
 __all__ = ["run", "serving_checks"]
 
 _BLIND_PREDICTIONS = "blind_predictions.csv"
 
 _LONG = 4096  # tokens: "10 % from 4k up"
+_FEW = 8  # tokens of an answer, below which TPOT is chance
 _FITTED_AT = (1024, 4.0)  # the only point whose rows fitted constants
 _LIMIT_P90, _LIMIT_TPOT, _LIMIT_SHAPE, _LIMIT_PUBLISHED = 0.15, 0.05, 0.15, 0.15
 
@@ -56,8 +56,9 @@ def run(data: str | None = None, *, progress: Progress | None = None) -> Validat
     files = find_data(data)
     servers = read_servers(files)
     bare = [s for s in servers if s.calibration != TABLE_CALIBRATION[s.configuration]]
-    blind, own = read_blind_servers(files), read_own_servers(files)
-    count = _Counter(progress, sum(len(workload(server)) for server in servers + blind + own + bare))
+    blind, ours = read_blind_servers(files), own.read(files)
+    requests = sum(len(workload(server)) for server in servers + blind + bare) + sum(map(own.total, ours))
+    count = _Counter(progress, requests)
     checks = [*_engine_checks(files), *_nixl_checks(files)]
     groups: dict[str, list[Check]] = {}
     for server in servers:
@@ -72,9 +73,13 @@ def run(data: str | None = None, *, progress: Progress | None = None) -> Validat
         for point, found in zip(server.points, replay(server, progress=count.next()), strict=True):
             blind_checks += serving_checks(server, point, found)
     checks += blind_checks
-    for server in own:
-        for point, found in zip(server.points, replay(server, progress=count.next()), strict=True):
-            checks += serving_checks(server, point, found)
+    own_checks: dict[bool, list[Check]] = {True: [], False: []}
+    stages: list[Stages] = []
+    for one in ours:
+        for row, found in own.replay(one, progress=count.next()):
+            own_checks[one.fitted(row)] += _own_checks(one, row, found)
+            stages += _own_stages(one, row, found)
+    checks += own_checks[True] + own_checks[False]
     checks += _shape_checks(servers)
     checks += _published_checks(files)
     unfitted: list[Check] = []
@@ -82,9 +87,9 @@ def run(data: str | None = None, *, progress: Progress | None = None) -> Validat
         plain = TABLE_CALIBRATION[server.configuration]
         for point, found in zip(server.points, replay(server, plain, progress=count.next()), strict=True):
             unfitted += serving_checks(server, point, found)
-    notes = (*_blind_notes(files, blind_checks), *_notes(files, bare, unfitted))
+    notes = (*_blind_notes(files, blind_checks), *_own_notes(ours), *_notes(files, bare, unfitted))
     inputs = {str(name): hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.named()}
-    return Validation(tuple(checks), inputs, notes)
+    return Validation(tuple(checks), inputs, notes, tuple(stages))
 
 
 class _Counter:
@@ -113,13 +118,14 @@ _IN_COMPILED = "in-sample: the same, compiled server"
 _OUT = "out-of-sample: vLLM's other points"
 _OUT_COMPILED = "out-of-sample: the compiled server's other points"
 _BLIND = "out-of-sample: measured after the prediction was written down"
-_OWN = "out-of-sample: this project's connector, of which nothing was fitted"
+_OWN_IN = "in-sample: runs of experiments/gpu_handover that constants were fitted to"
+_OWN = "out-of-sample: the other runs of experiments/gpu_handover"
 _GROUPS = (_IN, _IN_COMPILED, _OUT, _OUT_COMPILED)
 
 
 def _group(server: Server, point: Point) -> str:
-    if server.file in (BLIND_FILE, OWN_FILE):
-        return _BLIND if server.file == BLIND_FILE else _OWN
+    if server.file == BLIND_FILE:
+        return _BLIND
     fitted = (point.input_len, point.qps) == _FITTED_AT and (server.model, server.configuration, server.mode) in (
         CALIBRATIONS
     )
@@ -133,7 +139,7 @@ def serving_checks(server: Server, point: Point, found: Prediction) -> list[Chec
     leg, ttft, tpot = point.leg_ms[ok], point.ttft_ms[ok], point.tpot_ms[ok]
     short = point.input_len < _LONG
     limit_and_noise = (0.15, 0.10) if short else (0.10, 0.05)
-    binding = server.file not in (BLIND_FILE, OWN_FILE)
+    binding = server.file != BLIND_FILE
     group, name = _group(server, point), f"{server.model.removeprefix('qwen3-')} {server.mode} {point.name}"
 
     def check(what: str, measured: np.floating, predicted: np.floating, *bounds: float) -> Check:
@@ -147,6 +153,37 @@ def serving_checks(server: Server, point: Point, found: Prediction) -> list[Chec
         check("leg mean", leg.mean(), found.leg_ms.mean()),
         check("hand-over", np.median(ttft - leg), np.median(found.ttft_ms - found.leg_ms)),
     ]
+
+
+def _own_checks(one: own.Own, row: own.Row, found: Prediction) -> list[Check]:
+    ok = row.answered
+    leg, ttft, tpot = row.leg_ms[ok], row.ttft_ms[ok], row.tpot_ms[ok]
+    limit = 0.15 if np.median(row.input_len) < _LONG else 0.10
+    group = f"{_OWN_IN if one.fitted(row) else _OWN}"
+
+    def check(what: str, measured: np.floating, predicted: np.floating, limit: float | None = None) -> Check:
+        name = f"{one.name} {row.name} {what}"
+        return Check(group, name, "ms", float(measured), float(predicted), limit, None, False, what)
+
+    checks = [
+        check("TTFT", ttft.mean(), found.ttft_ms.mean(), limit),
+        check("p90", np.percentile(ttft, 90), np.percentile(found.ttft_ms, 90), _LIMIT_P90),
+        check("leg", leg.mean(), found.leg_ms.mean()),
+    ]
+    if row.output_len.max() > _FEW:
+        checks.append(check("TPOT", np.nanmean(tpot), np.nanmean(found.tpot_ms), _LIMIT_TPOT))
+    return [*checks, check("hand-over", np.median(ttft - leg), np.median(found.ttft_ms - found.leg_ms))]
+
+
+def _own_stages(one: own.Own, row: own.Row, found: Prediction) -> list[Stages]:
+    """One, where the hand-overs were written down, of the stages that both know: a direct transfer gathers nothing."""
+    both = (row.stages_ms, found.stages_ms)
+    names = [name for name in own.STAGES if all(np.isfinite(one[name]).any() for one in both)]
+    if not names:
+        return []
+    measured = {name: float(np.nanmedian(row.stages_ms[name])) for name in names}
+    predicted = {name: float(np.nanmedian(found.stages_ms[name])) for name in names}
+    return [Stages(one.file, f"{one.mode} {row.name}", measured, predicted)]
 
 
 def _engine_checks(files: Files) -> list[Check]:
@@ -295,6 +332,22 @@ def _blind_notes(files: Files, checks: Sequence[Check]) -> Iterator[str]:
         f" {missed}. They do not fail this command. Today's predictions differ from those by"
         f" {moved:.1%} at most; a constant or rule changed since then may know these rows."
     )
+
+
+def _own_notes(ours: Sequence[own.Own]) -> Iterator[str]:
+    """What was fitted to this project's own runs."""
+    if ours:
+        yield (
+            "experiments/gpu_handover: errors of mean and P90 TTFT, mean TPOT and mean prefill leg, and the median"
+            " hand-over, measured and predicted; ! is outside the limit. Fitted to the rows called in-sample"
+            " (experiments/gpu_handover/fit.py prints what to which): the times of the connector, the rates of its"
+            " kernels, and of these servers how fast they read weights, launch prefills and answer. A busy row is"
+            f" simulated {own.TIMES} times. Rows of requests_8b.csv and requests_32b.csv, and of those that end in"
+            " again, are of earlier connectors."
+        )
+        lost = [f"{one.name} {text}" for one in ours for text in one.lost]
+        if lost:
+            yield f"Nothing of it was answered, so it is not scored: {', '.join(lost)}."
 
 
 def _notes(files: Files, bare: Sequence[Server], unfitted: Sequence[Check]) -> Iterator[str]:

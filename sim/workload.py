@@ -31,14 +31,26 @@ _MAX_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """Requests in order of arrival: seconds since the start, prompt tokens, output tokens."""
+    """Requests in order of arrival: seconds since the start, prompt tokens, output tokens.
+
+    ``width``: above 0, so many are under way at a time; each of the others is sent when one has ended, not at its
+    ``arrival_s``. ``ids``: whether answers carry the prompt's token ids. ``beside``: (how many, prompt tokens, output
+    tokens) of requests that each D computes by itself meanwhile; one that ends is followed by the next.
+    """
 
     arrival_s: NDArray[np.float64]
     input_len: NDArray[np.int32]
     output_len: NDArray[np.int32]
+    width: int = 0
+    ids: bool = True
+    beside: tuple[int, int, int] = (0, 0, 0)
 
     def __len__(self) -> int:
         return len(self.arrival_s)
+
+
+NONE = Workload(np.zeros(0), np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))
+"""Nothing to do."""
 
 
 def generate(scenario: Scenario) -> Workload:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,6 +42,8 @@ _HALVES: dict[str, tuple[type[Connector], type[Connector]]] = {
     "push": (PushPrefill, PushDecode),
     "pushkv": (PushkvPrefill, PushkvDecode),
 }
+PAUSE_S = 1.0
+"""Between two loads that follow each other."""
 _PROGRESS_EVERY = 1024
 _COLLECT_EVERY = 50_000
 """Objects between two looks for cycles. A request's records die young: looking every 700 objects, as Python does, finds
@@ -65,18 +67,24 @@ def run(
     trace: TraceWriter | None = None,
     log: RequestLog | None = None,
     fast: bool = True,
-    arrivals: workload.Workload | None = None,
+    arrivals: workload.Workload | Sequence[workload.Workload] | None = None,
     settings: Settings | None = None,
     encoded: bool = False,
+    stages: list[tuple[float, ...]] | None = None,
 ) -> Result:
     """Simulate ``scenario`` to its last request.
 
-    ``arrivals`` replaces the scenario's own; ``fast=False`` takes every step one by one, with the same result;
-    ``encoded`` sends every message through its real encoding. Raises ``BadInput`` for what cannot be simulated.
+    ``arrivals`` replaces the scenario's own; of several loads each begins `PAUSE_S` after everything of the one
+    before. ``fast=False`` takes every step one by one, with the same result; ``encoded`` sends every message through
+    its real encoding. ``stages`` gets, of each request in the order of the log, when its last part was gathered,
+    posted, written, had landed, was asked for and launched: seconds, NaN for what was not. Raises ``BadInput`` for what
+    cannot be simulated.
     """
     started = time.perf_counter()
-    load = workload.generate(scenario) if arrivals is None else arrivals
-    world = World(scenario, load, RequestLog() if log is None else log, progress, trace, fast, settings, encoded)
+    loads = workload.generate(scenario) if arrivals is None else arrivals
+    world = World(
+        scenario, loads, RequestLog() if log is None else log, progress, trace, fast, settings, encoded, stages
+    )
     thresholds = gc.get_threshold()
     gc.set_threshold(_COLLECT_EVERY, 10, 1000)
     try:
@@ -92,20 +100,20 @@ class World:
     def __init__(
         self,
         scenario: Scenario,
-        load: workload.Workload,
+        loads: workload.Workload | Sequence[workload.Workload],
         log: RequestLog,
         progress: Callable[[int, int], None] | None = None,
         trace: TraceWriter | None = None,
         fast: bool = True,
         settings: Settings | None = None,
         encoded: bool = False,
+        stages: list[tuple[float, ...]] | None = None,
     ) -> None:
+        self._stages = stages
         self.scenario, self.log, self.trace = scenario, log, trace
         self.env = Clock(initial_time=0)
-        self._load, self._progress = load, progress
-        # Through a view an element comes as Python's own number, in half the time that numpy takes for one of its own.
-        self._arrival_s: memoryview[float] = memoryview(load.arrival_s)  # type: ignore[arg-type]
-        self._input_len, self._output_len = memoryview(load.input_len), memoryview(load.output_len)  # type: ignore[arg-type]
+        self._loads = loads = [loads] if isinstance(loads, workload.Workload) else loads
+        self._progress = progress
         parts = catalog.resolve(scenario)
         shape, hardware, fabric = parts.shape, parts.hardware, parts.fabric
         self.hardware, self.fabric, self.serving = hardware, fabric, hardware.serving
@@ -115,7 +123,6 @@ class World:
         self.settings = settings or Settings(
             landing_segments=self.transfers.landing_segments,
             staging_bytes=int(scenario.staging_gib * (1 << 30)),
-            staging_share=1.0,
             drain_s=fabric.drain_s,
         )
         self.network = Network(self.env, fabric.message_s, encoded=encoded)
@@ -149,12 +156,14 @@ class World:
             self.pair(engine, halves[decode], number + 1)
         self._pick_p = LeastTokens(scenario.prefill)
         self._pick_d = LeastTokens(scenario.decode)
-        self._next = 0
-        self._requests = len(load)
-        self._done = 0
+        self._requests = sum(len(load) for load in loads)
+        self._done = self._before = self._next = self._sent = 0
         self._last_finish = 0
+        self._alone = self._alone_open = 0
         self._client_in = (ticks(self.serving.client_in_s), ticks(self.serving.client_in_per_token_s))
         self._client_out = (ticks(self.serving.client_out_s), ticks(self.serving.client_out_per_token_s))
+        self._answer = ticks(hardware.calibration.answer_per_token_s) or self._client_out[1]
+        self._take_up(workload.NONE)
         self.faults = Faults(self)
 
     def pair(self, engine: Engine, half: type[Connector], incarnation: int) -> None:
@@ -172,12 +181,34 @@ class World:
         self.env.run(until=ticks(1.0))  # links are warm before the first request, as after a warm-up request
         self._start = self.env.ticks
         self.faults.schedule(self._start)
-        self._all = self.env.event()
-        if len(self._load):
-            self._schedule_arrival()
-            self.env.run(until=self._all)
+        for number, load in enumerate(self._loads):
+            while number and (self.env.ticks <= self._last_finish or self._alone_open):
+                self.env.run(until=self.env.ticks + ticks(PAUSE_S))
+            self._take_up(load)
+            if len(load):
+                self._begin()
+                self.env.run(until=self._all)
         if self._progress is not None:
-            self._progress(self._done, len(self._load))
+            self._progress(self._done, self._requests)
+
+    def _take_up(self, load: workload.Workload) -> None:
+        """The next requests are those of ``load``, counted from now."""
+        # Through a view an element comes as Python's own number, in half the time that numpy takes for one of its own.
+        self._arrival_s: memoryview[float] = memoryview(load.arrival_s)  # type: ignore[arg-type]
+        self._input_len, self._output_len = memoryview(load.input_len), memoryview(load.output_len)  # type: ignore[arg-type]
+        self._width, self._beside = load.width, load.beside
+        self._echo, self._echo_leg = (self._client_out[1], self._answer) if load.ids else (0, 0)
+        self._before += self._next
+        self._next = self._sent = 0
+        self._origin = self.env.ticks
+        self._all = self.env.event()
+
+    def _begin(self) -> None:
+        for d in self.decodes:
+            for _ in range(self._beside[0]):
+                self._reach_beside(d)
+        for _ in range(min(self._width, len(self._input_len)) or 1):
+            self._schedule_arrival()
 
     @property
     def remaining(self) -> int:
@@ -187,15 +218,17 @@ class World:
     # ------------------------------------------------------------ clients
 
     def _schedule_arrival(self) -> None:
-        at = self._start + ticks(self._arrival_s[self._next])
+        at = self._origin + ticks(self._arrival_s[self._sent])
+        self._sent += 1
         self.later(max(at, self.env.ticks), self._arrive, None)
 
     def _arrive(self, _: None) -> None:
         index = self._next
         self._next += 1
-        if self._next < self._requests:
+        if not self._width and self._next < len(self._input_len):
             self._schedule_arrival()
         n, out = self._input_len[index], self._output_len[index]
+        index += self._before
         now = self.env.ticks
         packed = self.scenario.mode == "pushkv" and self.transfers.packed(n)
         name = str(index)
@@ -229,10 +262,20 @@ class World:
         else:
             self.engines[d].deliver(flight.d)
 
+    def _reach_beside(self, d: str) -> None:
+        """A request that the engine ``d`` computes by itself is there. Nobody counts it: its number is below 0."""
+        _, n, out = self._beside
+        self._alone -= 1
+        self._alone_open += 1
+        flight = Flight(self._alone, d, self.env.ticks, n, out, 0, 0, False)
+        engine = self.engines[d]
+        engine.kick()
+        engine.waiting.append(Request(flight, out, prefill_only=False))
+        engine.open += 1
+
     def prefilled(self, flight: Flight, now: int) -> None:
         """P's answer is on its way to the client, and the decode leg follows it where the router goes one by one."""
-        fixed, each = self._client_out
-        flight.leg_end = now + fixed + each * flight.input_len
+        flight.leg_end = now + self._client_out[0] + self._echo_leg * flight.input_len
         if self.trace is not None:
             p = self.prefill_name(flight)
             self.span(flight, p, QUEUE, "HTTP, queue", flight.arrival, flight.prefill_start)
@@ -240,12 +283,13 @@ class World:
         if self.scenario.router == "sequential" and not flight.failed:
             enter, per_token = self._client_in
             self.later(flight.leg_end + enter + per_token * flight.input_len, self._reach_d, flight)
+        elif flight.end >= 0:
+            self._end(flight, flight.end, COMPLETED)
 
     def first_token(self, flight: Flight, now: int) -> None:
         """The first token is on its way to the client."""
         if flight.first_token < 0:
-            fixed, each = self._client_out
-            flight.first_token = now + fixed + each * flight.input_len
+            flight.first_token = now + self._client_out[0] + self._echo * flight.input_len
             if self.trace is not None:
                 at_s = flight.first_token * S_PER_TICK
                 d = self.decode_name(flight)
@@ -262,13 +306,22 @@ class World:
         if flight.failed:
             return
         end = now + self._client_out[0]
+        if flight.index < 0:
+            self._alone_open -= 1
+            if self._beside[0]:
+                fixed, each = self._client_in
+                self.later(end + fixed + each * flight.input_len, self._reach_beside, flight.id)
+            return
         if self.trace is not None:
             self.span(flight, self.decode_name(flight), ENGINE, "decode", flight.first_token, end)
-        self._end(flight, end, COMPLETED)
+        if flight.leg_end < 0 and flight.p is not None:
+            flight.end = end  # the client waits for P's answer, too
+        else:
+            self._end(flight, end, COMPLETED)
 
     def failed(self, flight: Flight | None) -> None:
         """The client gets an error."""
-        if flight is not None and not flight.failed and flight.index >= 0:
+        if flight is not None and not flight.failed and flight.end < 0:
             flight.failed = True
             self._end(flight, self.env.ticks, FAILED)
 
@@ -290,6 +343,9 @@ class World:
             flight.post * S_PER_TICK,
             flight.wire * S_PER_TICK,
         )
+        if self._stages is not None:
+            seen = flight.gathered, flight.posted, flight.written, flight.landed, flight.asked, flight.launched
+            self._stages.append(tuple((at - start) * S_PER_TICK if at >= 0 else nan for at in seen))
         if end > self._last_finish:
             self._last_finish = end
         flight.over = True
@@ -302,13 +358,19 @@ class World:
         flight.d = None
         self._done += 1
         if self._progress is not None and self._done % _PROGRESS_EVERY == 0:
-            self._progress(self._done, len(self._load))
-        if self._done == self._requests:
+            self._progress(self._done, self._requests)
+        if self._done == self._before + len(self._input_len):
+            self._beside = workload.NONE.beside
             self._all.succeed()
+        elif self._width and self._sent < len(self._input_len):
+            self._sent += 1
+            self.later(max(end, self.env.ticks), self._arrive, None)
 
     def done_at_p(self, flight: Flight) -> None:
-        """P has freed the prompt's blocks."""
+        """P has freed the prompt's blocks, or is gone."""
         flight.p = None
+        if flight.end >= 0 and not flight.over:
+            self._end(flight, flight.end, COMPLETED)
         self._pick_p.finished(flight.prefill, flight.input_len)
         if flight.over:
             self.flights.pop(flight.id, None)
@@ -344,7 +406,8 @@ class World:
     def _step_span(self, engine: str, start: int, batch: Batch) -> None:
         assert self.trace is not None
         held = {"decodes": batch.count, "prompt_tokens": sum(new for _, new, _ in batch.parts)}
-        self.trace.span(f"{engine}/{STEPS}", "step", start * S_PER_TICK, batch.end * S_PER_TICK, held)
+        end = self.engines[engine].gpu_free
+        self.trace.span(f"{engine}/{STEPS}", "step", start * S_PER_TICK, end * S_PER_TICK, held)
 
     def registered(self, flight: Flight, engine: str) -> None:
         """The transfer of ``flight`` begins: ``engine`` registers it with its peer."""

@@ -2,8 +2,6 @@
 
     python experiments/gpu_handover/report.py out/gpu_handover     # again, from what a run left there; draws it too
     python experiments/gpu_handover/report.py experiments/gpu_handover/results 8b   # a run that is kept
-    python experiments/gpu_handover/report.py out/8b qwen3-8b experiments/h200_pair/data/h200_requests_pushkv.csv
-                                                                   # appends the open rows to what `validate` reads
 
 Milliseconds. The exposed hand-over is TTFT minus P's own leg. In the table of stages every time counts from the end of
 P's leg as the client saw it: what is negative was over before the prefill's answer was.
@@ -42,8 +40,6 @@ STAGES = (
     ("loaded", "scatter is seen to be done"),
     ("token", "first token"),
 )
-OWN = ("packed", "chunk")
-"""Modes that `validate` reads."""
 PARTS = ("packing", "launched_last", "gathered", "posting", "posted", "written")
 """The columns of a record's parts, as stages: the last of them."""
 SUMS = (("gather_ms", "gathers"), ("post_ms", "posting"), ("wire_ms", "wire"))
@@ -207,32 +203,6 @@ def plot(csv_path: Path, target: Path) -> None:
     figure.savefig(target)
 
 
-VALIDATE = ("model", "mode", "input_len", "output_len", "qps", "arrival_s", "prefill_leg_ms", "ttft_ms", "tpot_ms")
-
-
-def for_validate(csv_path: Path, model: str, target: Path) -> int:
-    """Append the open rows of this project's modes to ``target``, in the columns of `experiments/h200_pair/data`; how
-    many. The arrival of a request is when it was sent, counted from the first of its row.
-    """
-    with csv_path.open(encoding="utf-8") as file:
-        rows = [line for line in csv.DictReader(file) if line["row"].startswith("open:") and line["mode"] in OWN]
-    first: dict[tuple[str, str], float] = {}
-    new = not target.exists()
-    with target.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if new:
-            writer.writerow([*VALIDATE, "e2e_ms"])
-        for line in rows:
-            sent_s = float(line["sent_s"])
-            arrival_s = sent_s - first.setdefault((line["mode"], line["row"]), sent_s)
-            tokens, ttft, tpot = line["tokens"], line["ttft_ms"], line["tpot_ms"]
-            e2e = f"{float(ttft) + float(tpot) * (int(tokens) - 1):.1f}" if ttft else "failed"
-            qps = line["row"].split(":")[2]
-            known = [model, line["mode"], line["input_len"], max(1, int(tokens)), qps, f"{arrival_s:.4f}"]
-            writer.writerow([*known, line["prefill_ms"] if ttft else "", ttft, tpot, e2e])
-    return len(rows)
-
-
 def main(folder: Path, name: str = "") -> int:
     """Prints the table of a run again, and draws it where matplotlib is installed. ``name``: of one kept in results."""
     end = f"_{name}" if name else ""
@@ -246,8 +216,4 @@ def main(folder: Path, name: str = "") -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 4:
-        count = for_validate(Path(sys.argv[1]) / "requests.csv", sys.argv[2], Path(sys.argv[3]))
-        print(f"{count} requests appended to {sys.argv[3]}")
-        sys.exit(0 if count else 1)
     sys.exit(main(Path(sys.argv[1]), *sys.argv[2:3]))

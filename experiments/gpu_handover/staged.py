@@ -251,8 +251,8 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def report_hooks(mode: str, served: list[dict[str, str]], hooks: list[dict[str, float]]) -> None:
-    """Medians, P90 and largest of each stage, from landing, per row of the load."""
+def by_row(served: list[dict[str, str]], hooks: list[dict[str, float]]) -> dict[str, list[dict[str, float]]]:
+    """Row of the load -> its hand-overs: each stage in milliseconds from landing."""
     rows: dict[str, list[dict[str, float]]] = {}
     for line in served:
         zero = float(line["sent_s"]) + float(line["prefill_ms"]) / 1e3
@@ -266,7 +266,12 @@ def report_hooks(mode: str, served: list[dict[str, str]], hooks: list[dict[str, 
         each = {name: 1e3 * (when - landed) for name, when in known.items()}
         each |= {name: value for name, value in mine[0].items() if name.startswith("gpu_")}
         rows.setdefault(line["row"], []).append(each)
-    for row, found in rows.items():
+    return rows
+
+
+def report_hooks(mode: str, served: list[dict[str, str]], hooks: list[dict[str, float]]) -> None:
+    """Medians, P90 and largest of each stage, from landing, per row of the load."""
+    for row, found in by_row(served, hooks).items():
         print(f"{mode} {row}: {len(found)} hand-overs, ms from landing: median, P90, largest; since the line before")
         before = 0.0
         for name, says in (*HOOKS, ("gpu_scatter_ms", "on the GPU"), ("gpu_forward_ms", "on the GPU")):

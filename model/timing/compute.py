@@ -53,6 +53,7 @@ class EngineCost:
         "_head_s",
         "_layers_s",
         "_lines",
+        "_queue",
         "_token_s",
         "_weights_s",
         "hardware",
@@ -85,6 +86,7 @@ class EngineCost:
         self._graph_s = shape.layers * cal.graph_launch_layer_s * cal.launch_factor
         self._graph_tokens = cal.graph_tokens
         self.kernels = shape.layers * hardware.kernels_per_layer
+        self._queue = cal.launch_queue or hardware.launch_queue
         self._collective_fixed_s = 2 * shape.layers * hardware.collective_latency_s if tp > 1 else 0.0
         ring = 2 * (tp - 1) / tp * shape.hidden * shape.dtype_bytes
         self._collective_token_s = 2 * shape.layers * ring / hardware.collective_bytes_per_s
@@ -143,9 +145,9 @@ class EngineCost:
         The launch returns when all but a queue's length of the step's kernels have begun; kernels count as equal. 0:
         the queue holds them all, so the launch does not wait for the device, not even for a busy one.
         """
-        if self.kernels <= self.hardware.launch_queue:
+        if self.kernels <= self._queue:
             return 0.0
-        return device_s * (1.0 - self.hardware.launch_queue / self.kernels)
+        return device_s * (1.0 - self._queue / self.kernels)
 
     def request_s(self, n_tokens: int) -> float:
         """What a lone request with one output token takes beyond its steps: `Serving.request_s`."""

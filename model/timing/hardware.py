@@ -25,6 +25,10 @@ class Calibration:
     graph even where they hold prefill (0: none does); their floor is `graph_launch_layer_s` per layer, times the same
     factor. `layer_s`: device time per layer and step that neither operations nor bytes explain (gaps, small kernels).
     `batch_layer_s`: device time per layer and natural logarithm of one plus the number of sequences decoding.
+    `launch_queue`: as the device's, where the engine's process was given another (0: the device's). `result_s`: from
+    the end of a prompt's last step on the device until the engine has taken note of it; `stream_s`: how much later a
+    token is with its client for every other request that gets one from the same step, as they pass one by one;
+    `answer_per_token_s`: as `Serving.client_out_per_token_s`, on an answer that is no stream, as P's (0: the same).
     """
 
     name: str
@@ -38,6 +42,10 @@ class Calibration:
     graph_tokens: int = 0
     graph_launch_layer_s: float = 0.0
     launch_factor: float = 1.0
+    launch_queue: int = 0
+    result_s: float = 0.0
+    stream_s: float = 0.0
+    answer_per_token_s: float = 0.0
     source: str = ""
 
     @classmethod
@@ -55,6 +63,10 @@ class Calibration:
             graph_tokens=fields.count("graph_tokens", 0, zero=True),
             graph_launch_layer_s=fields.number("graph_launch_layer_s", 0.0, zero=True),
             launch_factor=fields.number("launch_factor", 1.0),
+            launch_queue=fields.count("launch_queue", 0, zero=True),
+            result_s=fields.number("result_s", 0.0, zero=True),
+            stream_s=fields.number("stream_s", 0.0, zero=True),
+            answer_per_token_s=fields.number("answer_per_token_s", 0.0, zero=True),
             source=fields.text("source", "not stated"),
         )
         fields.finish()
@@ -71,7 +83,10 @@ class Hardware:
     `collective_bytes_per_s`: one rank's bandwidth to the others. `gather_bytes_per_s` and `scatter_bytes_per_s`: bytes
     of payload per second that a pass over device memory moves, one library call per layer (each byte read and written
     once); `gather_busy_factor` and `scatter_busy_factor`: how much longer it takes while the engine computes;
-    `fused_pass_bytes_per_s`: the rate of a single kernel for all layers; `pass_launch_s`: fixed cost of a pass.
+    `fused_gather_bytes_per_s` and `fused_scatter_bytes_per_s`: the rates of a single kernel for all layers, as this
+    project's connector has them (`fused_pass_bytes_per_s` where a profile does not say); `pass_launch_s`: fixed cost of
+    a pass; `beside_layers`: for how much of a layer's time a pass waits when the device computes a prompt meanwhile,
+    for the kernel under way.
     `serving`: what the serving processes around the device add.
     """
 
@@ -88,7 +103,10 @@ class Hardware:
     gather_busy_factor: float
     scatter_busy_factor: float
     fused_pass_bytes_per_s: float
+    fused_gather_bytes_per_s: float
+    fused_scatter_bytes_per_s: float
     pass_launch_s: float
+    beside_layers: float
     serving: Serving
     calibration: Calibration
     calibrations: Mapping[str, Calibration]
@@ -111,6 +129,7 @@ class Hardware:
         fields.read.add("description")
         if chosen not in found:
             raise ProfileError(f"hardware {name}: no calibration {chosen!r}; it has {', '.join(found) or 'none'}")
+        fused = staging.number("fused_pass_bytes_per_s")
         made = cls(
             name=name,
             matrix_flops_per_s=device.number("matrix_flops_per_s"),
@@ -124,8 +143,11 @@ class Hardware:
             scatter_bytes_per_s=staging.number("scatter_bytes_per_s"),
             gather_busy_factor=staging.number("gather_busy_factor"),
             scatter_busy_factor=staging.number("scatter_busy_factor"),
-            fused_pass_bytes_per_s=staging.number("fused_pass_bytes_per_s"),
+            fused_pass_bytes_per_s=fused,
+            fused_gather_bytes_per_s=staging.number("fused_gather_bytes_per_s", fused),
+            fused_scatter_bytes_per_s=staging.number("fused_scatter_bytes_per_s", fused),
             pass_launch_s=staging.number("pass_launch_s", zero=True),
+            beside_layers=staging.number("beside_layers", 0.0, zero=True),
             serving=Serving.from_fields(serving),
             calibration=found[chosen],
             calibrations=found,

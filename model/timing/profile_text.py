@@ -22,7 +22,10 @@ _STAGING = (
     "gather_busy_factor",
     "scatter_busy_factor",
     "fused_pass_bytes_per_s",
+    "fused_gather_bytes_per_s",
+    "fused_scatter_bytes_per_s",
     "pass_launch_s",
+    "beside_layers",
 )
 
 

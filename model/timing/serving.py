@@ -17,9 +17,18 @@ class Serving:
 
     `client_in_s` and `client_in_per_token_s`: from the client through the API server into the engine, per token of the
     prompt. `client_out_s`: from the engine to the client, one chunk; `client_out_per_token_s`: the same per token of
-    the prompt, on the first chunk only. `schedule_s`: one pass of the scheduler. `idle_poll_s`: from one look of an
-    engine that has nothing to compute, but something to wait for, to the next. `decode_launch_s`: host part of a decode
-    step, before its graph runs. `transfer_poll_s`: from one look of a transfer thread at its transfers to the next.
+    the prompt, on the first chunk only, where the client asked for token ids. `schedule_s`: one pass of the scheduler.
+    `idle_poll_s`: from one look of an engine that has nothing to compute, but something to wait for, to the next.
+    `decode_launch_s`: host part of a decode step, before its graph runs. `transfer_poll_s`: from one look of a transfer
+    thread at its transfers to the next.
+
+    What this project's connector adds (0 where a profile does not say). `transfer_start_s` and
+    `transfer_start_per_token_s`: from the engine's word that a prompt is computed until P's transfer thread has planned
+    what leaves whole. `part_s`: that thread makes a packed part ready, before it posts it. `landed_s`: D's transfer
+    thread, from the message that a prompt is complete until the scheduler can hear of it. `load_s` and
+    `load_per_token_s`: from the end of the pass that admits a prompt until its scatter is launched. `prepare_s` and
+    `prepare_per_token_s`: how much longer the step in which it begins is prepared than one that only decodes, while the
+    scatter is launched in the same interpreter.
     """
 
     client_in_s: float
@@ -30,6 +39,14 @@ class Serving:
     idle_poll_s: float
     decode_launch_s: float
     transfer_poll_s: float
+    transfer_start_s: float
+    transfer_start_per_token_s: float
+    part_s: float
+    landed_s: float
+    load_s: float
+    load_per_token_s: float
+    prepare_s: float
+    prepare_per_token_s: float
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Serving:
@@ -43,6 +60,14 @@ class Serving:
             idle_poll_s=fields.number("idle_poll_s", zero=True),
             decode_launch_s=fields.number("decode_launch_s", zero=True),
             transfer_poll_s=fields.number("transfer_poll_s", zero=True),
+            transfer_start_s=fields.number("transfer_start_s", 0.0, zero=True),
+            transfer_start_per_token_s=fields.number("transfer_start_per_token_s", 0.0, zero=True),
+            part_s=fields.number("part_s", 0.0, zero=True),
+            landed_s=fields.number("landed_s", 0.0, zero=True),
+            load_s=fields.number("load_s", 0.0, zero=True),
+            load_per_token_s=fields.number("load_per_token_s", 0.0, zero=True),
+            prepare_s=fields.number("prepare_s", 0.0, zero=True),
+            prepare_per_token_s=fields.number("prepare_per_token_s", 0.0, zero=True),
         )
         fields.finish()
         return made

@@ -12,24 +12,24 @@ from .hardware import Hardware
 def gather_s(hardware: Hardware, bytes_total: float, busy: bool = False, fused: bool = False) -> float:
     """Seconds to gather `bytes_total` of cache into staging.
 
-    `busy`: the engine launches kernels meanwhile. `fused`: one kernel pass at the device's copy rate instead of one
-    library call per layer (the rate is measured, such a kernel is not).
+    `busy`: the engine launches kernels meanwhile. `fused`: one kernel for all layers, as this project's connector has
+    it on a GPU, instead of one library call per layer.
     """
     factor = hardware.gather_busy_factor if busy else 1.0
-    return _pass_s(hardware, bytes_total, hardware.gather_bytes_per_s, factor, fused)
+    rate = hardware.fused_gather_bytes_per_s if fused else hardware.gather_bytes_per_s
+    return _pass_s(hardware, bytes_total, rate, factor)
 
 
 def scatter_s(hardware: Hardware, bytes_total: float, busy: bool = False, fused: bool = False) -> float:
     """Seconds to scatter `bytes_total` of landed bytes into cache blocks; `busy` and `fused` as in `gather_s`."""
     factor = hardware.scatter_busy_factor if busy else 1.0
-    return _pass_s(hardware, bytes_total, hardware.scatter_bytes_per_s, factor, fused)
+    rate = hardware.fused_scatter_bytes_per_s if fused else hardware.scatter_bytes_per_s
+    return _pass_s(hardware, bytes_total, rate, factor)
 
 
-def _pass_s(hardware: Hardware, bytes_total: float, rate: float, factor: float, fused: bool) -> float:
+def _pass_s(hardware: Hardware, bytes_total: float, rate: float, factor: float) -> float:
     if bytes_total < 0:
         raise ValueError(f"a pass over {bytes_total} bytes: must be 0 or more")
     if bytes_total == 0:
         return 0.0
-    if fused:
-        rate = hardware.fused_pass_bytes_per_s
     return hardware.pass_launch_s + bytes_total / rate * factor

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pushkv.model.routing import RoundRobin
 from pushkv.sim.faults import PATIENCE_S
-from pushkv.sim.metrics import COMPLETED
+from pushkv.sim.metrics import COMPLETED, FAILED
 from pushkv.sim.scenario import Fault
 from pushkv.sim.ticks import ticks
 from pushkv.sim.world import World
@@ -232,3 +232,27 @@ def test_small_clusters_survive_anything(case: tuple[dict[str, Any], list[Row], 
     assert (ends_s(made)[: len(rows)] < LATE_S).all()
     rest(made, 20.0)
     assert leaks(made) == []
+
+
+@pytest.mark.parametrize("way", [{"mode": "push"}, {"mode": "pushkv", "path": "direct"}], ids=way_name)
+def test_a_request_that_needs_blocks_which_a_dead_server_may_still_write_fails_in_the_end(
+    way: dict[str, str],
+) -> None:
+    """P0 is killed for good with a write under way, so D's blocks of it stay in quarantine. The other request grows
+    until it needs them: D preempts it, and it waits, as in vLLM, until its client has had enough."""
+    plan = scenario(
+        **way,
+        num_blocks=100,
+        token_budget=256,
+        prefill=2,
+        fabric="tcp",
+        faults=[Fault("prefill-kill", "P0", 0.1, None)],
+    )
+    made = world(plan, [(0.0, 600, 4), (0.001, 600, 1000)], settings=hasty(plan))
+    made.go()
+    d = made.engines["D0"]
+    assert made.hosts["D0"].ledger.quarantined() == 1
+    assert made.log.column("status").tolist() == [FAILED, FAILED]
+    assert d.preemptions < 10
+    assert (d.open, d.running, len(d.waiting)) == (1, 0, 0)  # what is in quarantine stays open
+    assert made.env.ticks < ticks(4 * PATIENCE_S)

@@ -88,7 +88,12 @@ class Sums:
         return [end + self.gather(new) for end, new in zip(ends, self.chunks(), strict=True)] if gather else ends, noted
 
     def gather(self, tokens: int) -> int:
-        return ticks(gather_s(self.hardware, self.size * tokens // self.n, busy=True))
+        return ticks(gather_s(self.hardware, self.size * tokens // self.n, busy=True, fused=True))
+
+    def line(self, name: str) -> int:
+        """One of the connector's times that grow with the prompt."""
+        serving = self.hardware.serving
+        return ticks(getattr(serving, f"{name}_s")) + self.n * ticks(getattr(serving, f"{name}_per_token_s"))
 
     def blocks(self, op: Op) -> tuple[int, int, int]:
         """Direct: posting, wire, and what the fabric takes after both. A lone request lies in order: one descriptor
@@ -113,26 +118,29 @@ class Sums:
         """The first of ``origin``, ``origin + period``, … that is not before ``at``."""
         return origin + max(0, -(-(at - origin) // self.period)) * self.period
 
-    def token(self, admitted: int, before: int = 0) -> int:
-        """From the pass that admits the request to its first token at the client."""
-        launch = admitted + self.schedule
-        return launch + max(self.decode_launch, before) + self.decode + self.client_out
+    def token(self, admitted: int, scatter: int | None = None) -> int:
+        """From the pass that admits the request to its first token at the client. With a scatter the step takes longer
+        to prepare, and waits for it on the device."""
+        ready = admitted + self.schedule + self.decode_launch
+        if scatter is not None:
+            ready = max(ready + self.line("prepare"), admitted + self.schedule + self.line("load") + scatter)
+        return ready + self.decode + self.client_out
 
 
 def packed(s: Sums, overlap: str) -> int:
     """Parts leave as they are gathered and share the wire, which does not idle while there are some: the last byte
-    comes as if they queued."""
+    comes as if they queued. What leaves whole is planned when the engine has taken note of the prompt."""
     if overlap == "chunk":
         gathered, parts = s.prefill(gather=True)[0], s.chunks()
     else:
-        gathered, parts = [s.prefill()[0][-1] + s.gather(s.n)], [s.n]
+        gathered, parts = [s.prefill()[1] + s.line("transfer_start") + s.gather(s.n)], [s.n]
     free = landed = 0
     for at, tokens in zip(gathered, parts, strict=True):
         post, wire, after = s.segments(tokens)
-        start = at + s.poll
+        start = at + s.poll + ticks(s.hardware.serving.part_s)
         free = max(free, start) + wire
-        landed = max(start + post, free) + after + s.poll + s.message
-    scatter = ticks(scatter_s(s.hardware, s.size, busy=True))
+        landed = max(start + post, free) + after + s.poll + s.message + ticks(s.hardware.serving.landed_s)
+    scatter = ticks(scatter_s(s.hardware, s.size, busy=True, fused=True))
     return s.token(s.grid(s.client_in, landed), scatter)
 
 
@@ -140,7 +148,7 @@ def direct(s: Sums) -> int:
     """D's loop looks at ``schedule`` after each pass; a report takes effect when the next pass has looked; the one
     after it admits."""
     post, wire, after = s.blocks("WRITE")
-    landed = s.prefill()[1] + max(post, wire) + after + s.poll + s.message
+    landed = s.prefill()[1] + s.line("transfer_start") + max(post, wire) + after + s.poll + s.message
     seen = s.grid(s.client_in + s.schedule, landed)
     return s.token(seen + s.period + s.idle)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pushkv.model.timing import profiles
-from pushkv.sim import cli, h200_pair, measured, report, scenario, validate, world
+from pushkv.sim import cli, h200_pair, measured, own, report, scenario, validate, world
 from pushkv.sim.errors import BadInput
 from pushkv.sim.report import Validation
 
@@ -69,8 +69,9 @@ def test_every_measured_point_is_held_to_the_limits(found: Validation) -> None:
 
 def test_only_rows_at_1024_tokens_and_4_per_second_and_the_tables_are_in_sample(found: Validation) -> None:
     for check in found.checks:
-        fitted = ("1024@4 " in check.name and check.group != validate._OWN) or ".csv" in check.group
-        assert check.group.startswith("in-sample") == fitted, check
+        if not check.what:  # this project's own runs: tests/sim/test_own.py
+            fitted = "1024@4 " in check.name or ".csv" in check.group
+            assert check.group.startswith("in-sample") == fitted, check
     assert any(check.group.startswith("out-of-sample") and "32b prefill" in check.name for check in found.checks)
     assert sum(check.group.startswith("published") for check in found.checks) == 5
 
@@ -97,8 +98,8 @@ def test_launch_factors_are_where_the_rows_they_come_from_put_them(
 def test_inputs_are_named_with_their_hashes(found: Validation) -> None:
     assert "experiments/h200_pair/data/h200_requests.csv" in found.inputs
     assert "experiments/published/data/published.csv" in found.inputs
-    assert "experiments/h200_pair/data/h200_requests_pushkv.csv" in found.inputs
-    assert len(found.inputs) == 11
+    assert {f"experiments/gpu_handover/results/{name}" for name in own.FILES} <= set(found.inputs)
+    assert len(found.inputs) == 10 + len(own.FILES)
     for name, digest in found.inputs.items():
         assert digest == hashlib.sha256((EXPERIMENT.parents[1] / name).read_bytes()).hexdigest()
 
@@ -106,7 +107,7 @@ def test_inputs_are_named_with_their_hashes(found: Validation) -> None:
 def test_the_report_fits_a_terminal_and_says_what_was_fitted(found: Validation) -> None:
     text = report.validate(found)
     assert max(map(len, text.splitlines())) <= report.WIDTH
-    assert "MISS" not in text.replace(_block(text, BLIND_GROUP), "").replace(_block(text, validate._OWN), "")
+    assert "MISS" not in text.replace(_block(text, BLIND_GROUP), "")
     notes = " ".join(text.split())
     assert "two constants: 3.91 us to post a descriptor" in notes
     assert "Without the launch factors these servers would miss" in notes
@@ -131,7 +132,7 @@ def _csv(path: Path) -> list[dict[str, str]]:
 
 def test_blind_points_are_held_to_the_same_limits_and_bind_nobody(found: Validation) -> None:
     blind = [check for check in found.checks if check.group == BLIND_GROUP]
-    free = [check.name for check in found.checks if not check.binding and check.group != validate._OWN]
+    free = [check.name for check in found.checks if not check.binding and not check.what]
     assert free == [check.name for check in blind]
     assert len([check for check in blind if check.limit is not None]) == 14 * len(LIMITS)
     for check in blind:
@@ -310,59 +311,3 @@ def test_the_command_prints_json_and_exits_0(capsys: pytest.CaptureFixture[str])
     doc = json.loads(capsys.readouterr().out)
     assert doc["passed"] is True
     assert {"group", "name", "measured", "predicted", "error", "limit", "noise"} <= set(doc["checks"][0])
-
-
-# ---- this project's own connector ----------------------------------------------------------------------------------
-
-OWN_RUN = EXPERIMENT.parent / "gpu_handover"
-
-
-def test_own_runs_are_read_and_simulated_as_they_were_made(tmp_path: Path) -> None:
-    """What the experiment leaves becomes rows here; a miss of them does not fail."""
-    spec = importlib.util.spec_from_file_location("gpu_handover_report", OWN_RUN / "report.py")
-    assert spec is not None and spec.loader is not None
-    own = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(own)
-    lines = [
-        f"{mode},{row},{length},{n},{100 + 2 * n:.4f},{leg},{ttft},5.5,{tokens},{error}"
-        for mode, row, length, leg, ttft in (
-            ("packed", "open:16000:0.5:3", 16000, 500.0, 530.0),
-            ("chunk", "open:16000:0.5:3", 16000, 500.0, 520.0),
-            ("chunk", "busy:16000:0.5:3", 16000, 500.0, 520.0),
-            ("push", "open:16000:0.5:3", 16000, 500.0, 640.0),
-        )
-        for n, (tokens, error) in enumerate([(64, ""), (64, ""), (0, "lost")])
-    ]
-    lines = [line.replace(f",{line.split(',')[6]},5.5,0,", ",,,0,") for line in lines]
-    header = ",".join(own.COLUMNS[:10])
-    (tmp_path / "requests.csv").write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
-    assert own.for_validate(tmp_path / "requests.csv", "qwen3-8b", tmp_path / measured.OWN_FILE) == 6
-    files = measured.Files((tmp_path,))
-    packed, chunk = measured.read_own_servers(files)
-    assert (packed.flags["overlap"], chunk.flags["overlap"]) == ("none", "chunk")
-    handover = []
-    for server in (packed, chunk):
-        (point,) = server.points
-        assert point.arrival_s.tolist() == [0.0, 2.0, 4.0]
-        assert point.answered.tolist() == [True, True, False]
-        load = h200_pair.workload(server)
-        assert np.diff(load.arrival_s[3:]) == pytest.approx([2.0, 2.0])  # sent when they arrived
-        (found,) = h200_pair.replay(server)
-        checks = validate.serving_checks(server, point, found)
-        assert {check.group for check in checks} == {validate._OWN}
-        assert not any(check.binding for check in checks)
-        handover.append(next(check for check in checks if check.name.endswith("hand-over")))
-    assert [check.measured for check in handover] == [30.0, 20.0]
-    assert handover[1].predicted < handover[0].predicted
-    assert measured.read_own_servers(measured.Files((tmp_path / "elsewhere",))) == []
-
-
-def test_own_hand_overs_are_predicted(found: Validation) -> None:
-    """Nothing was fitted to this project's connector: the medians lie within a fifth of what was measured."""
-    own = [check for check in found.checks if check.group == validate._OWN and check.name.endswith("hand-over")]
-    assert {check.name.split(" hand")[0] for check in own} == {
-        "8b chunk 16000@0.5", "8b chunk 1024@4", "8b packed 16000@0.5", "8b packed 1024@4", "32b chunk 16000@0.3",
-        "32b packed 16000@0.3",
-    }  # fmt: skip
-    for check in own:
-        assert check.predicted == pytest.approx(check.measured, rel=0.2), check.name

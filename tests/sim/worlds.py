@@ -195,8 +195,6 @@ clusters = st.composite(small)()
 def faulty_clusters(draw: st.DrawFn, *, for_good: bool = False) -> tuple[dict[str, Any], list[Row], list[Fault]]:
     """A random small cluster, its requests, and up to four faults while they are under way."""
     flags, rows = small(draw)
-    if for_good:  # what a server was writing when it died stays in quarantine: the rest must fit beside it
-        flags["num_blocks"] *= 1 + len(rows)
     faults: list[Fault] = []
     for _ in range(draw(st.integers(1, 4))):
         kind = draw(st.sampled_from(get_args(Kind)))

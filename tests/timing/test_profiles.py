@@ -53,7 +53,9 @@ def test_unknown_name_lists_those_there_are(kind: str, load: Any) -> None:
 def test_unknown_kind_and_calibration_are_refused() -> None:
     with pytest.raises(ProfileError, match="no profiles of kind"):
         profiles.names("planet")
-    with pytest.raises(ProfileError, match="no calibration 'fast'; it has eager-prefill, eager-push, compiled"):
+    with pytest.raises(
+        ProfileError, match="no calibration 'fast'; it has eager-prefill, eager-2, eager-2-queue, eager-push"
+    ):
         profiles.hardware("h200", "fast")
     with pytest.raises(ProfileError, match="no calibration 'fast'"):
         profiles.hardware("h200").with_calibration("fast")

@@ -164,7 +164,7 @@ def test_packed_path_meets_the_prototype(table: Table) -> None:
         assert gather_s(hardware, size, busy) * 1e3 == pytest.approx(mean("gather_ms"), rel=0.03)
         assert scatter_s(hardware, size, busy) * 1e3 == pytest.approx(mean("scatter_ms"), rel=0.03)
         assert transfer_s(nvlink, size, 16) * 1e3 == pytest.approx(mean("wait_ms"), rel=0.06)
-    assert gather_s(hardware, size, fused=True) * 1e3 == pytest.approx(2.0, rel=0.05)
+    assert gather_s(hardware, size, fused=True) * 1e3 == pytest.approx(3.8, rel=0.05)  # the connector's one kernel
     assert gather_s(hardware, 0) == scatter_s(hardware, 0) == 0.0
     with pytest.raises(ValueError, match="must be 0 or more"):
         gather_s(hardware, -1)
