@@ -56,6 +56,15 @@ class Router:
             self.gate.leave()
             raise
 
+    def done(self, attempt: Attempt, client: Client) -> bool:
+        """Whether a settled attempt has answered its client; then nothing is left to do. Else it is to be served."""
+        if not attempt.answered:
+            return False
+        client.on_gone = client.on_room = None
+        attempt.release()
+        attempt.when_over(self.gate.leave)
+        return True
+
     async def serve(self, ask: Ask, client: Client, attempt: Attempt | None) -> int:
         """Answer one request; the status that the client got. attempt: what `start` said. Raises `Failed`,
         `ClientGone`, or `Refusal` for the queue.
@@ -64,8 +73,6 @@ class Router:
             await self._queue(client, time.perf_counter())
         try:
             attempt = await self._begin(ask, client, attempt)
-            ask.forget()
-            client.forget_body()
             try:
                 return await self._finish(attempt, client)
             finally:
@@ -154,6 +161,7 @@ class Router:
         )
         if not (ask.stream and leg.status == 200):
             client.answer(leg.status, lines, first)
+            ask.forget()
             return
         client.start(200, lines)
         passing = Passing(client, leg)
@@ -161,6 +169,8 @@ class Router:
             client.on_room = leg.resume
             leg.flow(passing.take, self.settings.token_gap_s)
         passing.take(first, last)
+        ask.forget()
+        client.forget_body()
 
     async def _finish(self, attempt: Attempt, client: Client) -> int:
         """Until all of the answer has been written; its status."""

@@ -121,8 +121,7 @@ class Connection(asyncio.Protocol):
             return
         in_head = self._in_head
         if in_head:
-            if not self._head_bytes and self._client is None:
-                self._deadline.set(self.house.settings.client_idle_s)
+            begins = not self._head_bytes
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -134,8 +133,8 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError:
             self._malformed("Invalid HTTP request received.")
         else:
-            if in_head and self._in_head and self._head_bytes > HEAD_BYTES:
-                self._malformed("The request's head is too long.")
+            if in_head and (self._head_bytes or self._reading is not None):
+                self._more_to_come(begins)
 
     def on_message_begin(self) -> None:
         self._url, self._headers, self._length, self._expects = b"", [], -1, False
@@ -166,10 +165,8 @@ class Connection(asyncio.Protocol):
         elif self._length > 0 and house.crowded(self._length):
             self._refuse(client, _crowded())
         else:
-            if self._client is None:
-                self._deadline.set(house.settings.client_body_s)
-                if self._expects and self._length and not self.old:
-                    self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            if self._client is None and self._expects and self._length and not self.old:
+                self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
         client, house = self._reading, self.house
@@ -287,6 +284,16 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     # ------------------------------------------------------------ what this decides
+
+    def _more_to_come(self, begins: bool) -> None:
+        """A read that began in a head has not brought the whole request. begins: nor anything of it before."""
+        if self._in_head and self._head_bytes > HEAD_BYTES:
+            self._malformed("The request's head is too long.")
+        elif self._client is None and not self._ending:
+            if not self._in_head:
+                self._deadline.set(self.house.settings.client_body_s)
+            elif begins:
+                self._deadline.set(self.house.settings.client_idle_s)
 
     def _begin(self, client: Client) -> None:
         self._client = client

@@ -49,13 +49,15 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    def send(self, exchange: Exchange, head: bytes, body: bytes, now: float) -> None:
-        """The connection is idle. now: of the loop."""
+    def send(self, exchange: Exchange, head: bytes, body: bytes, now: float, limit_s: float | None) -> None:
+        """The connection is idle. now: of the loop. limit_s: the exchange's."""
         assert self._transport is not None
         self._exchange = exchange
         self.heard = False
         self._sent = now
         exchange.attach(self)
+        if limit_s is not None:
+            self.deadline.until(now + limit_s)
         if len(body) < 16384:
             self._transport.write(head + body)
         else:
@@ -180,8 +182,16 @@ class Pool:
     def connections(self) -> int:
         return len(self._all)
 
-    def start(self, head: bytes, body: bytes, on_end: Callable[[Exchange], None] | None = None) -> Exchange:
-        """Send one request. head: with the empty line behind it. Never raises; failures are the exchange's."""
+    def start(
+        self,
+        head: bytes,
+        body: bytes,
+        on_end: Callable[[Exchange], None] | None = None,
+        limit_s: float | None = None,
+    ) -> Exchange:
+        """Send one request. head: with the empty line behind it; limit_s: as in `Exchange.limit`. Never raises; failures
+        are the exchange's.
+        """
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
@@ -191,9 +201,10 @@ class Pool:
         while self._idle:
             connection = self._idle.pop()
             if not connection.closing and connection.idle_since >= oldest:
-                connection.send(exchange, head, body, now)
+                connection.send(exchange, head, body, now, limit_s)
                 return exchange
             connection.drop()
+        exchange.limit(limit_s)
         task = loop.create_task(self._open(exchange, head, body))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
@@ -219,7 +230,7 @@ class Pool:
         elif connection.closing:
             exchange.fail(UpstreamError("connect", "closed at once"))
         else:
-            connection.send(exchange, head, body, loop.time())
+            connection.send(exchange, head, body, loop.time(), None)
 
     def give_back(self, connection: Connection) -> None:
         if len(self._idle) >= self._keep:
