@@ -107,7 +107,7 @@ class Attempt:
         self.ask = ask
         self.servers = prefill, decode
         self._fleets, self._settings, self._metrics, self._answer = fleets, settings, metrics, answer
-        self.transfer_id = "%032x" % _transfer_id(128)
+        self.transfer_id = b"%032x" % _transfer_id(128)
         self.legs: dict[str, Exchange] = {}
         self._told: Identity | None = None  # who the decode leg was told that P is
         self._why = ""
@@ -154,7 +154,7 @@ class Attempt:
         return self._answering and leg.complete and leg.error is None
 
     def when_settled(self, then: Callable[[], None]) -> None:
-        """Call `then` once, when D's leg has ended or is of no use: if it is not `answered`, `begin` has to be awaited."""
+        """Call `then` once, when D's leg has ended or is of no use: unless it is `answered`, `begin` is to be awaited."""
         if self._useless is not None or self.decode.ended:
             then()
         else:
@@ -166,15 +166,15 @@ class Attempt:
             if self._why:
                 said = await self._prefill_first()
                 if self._settings.mode == "push" and said is not None:
-                    said["transfer_id"] = self.transfer_id
+                    said["transfer_id"] = self.transfer_id.decode()
                 self._start_decode(said)
             await self._first()
         except PrefillFailed:
             assert self._prefill_error is not None
-            self._prefill_error.transfer_id = self.transfer_id
+            self._prefill_error.transfer_id = self.transfer_id.decode()
             raise self._prefill_error from None
         except Failed as failed:
-            failed.transfer_id, failed.handed_over = self.transfer_id, not self.ask.plain
+            failed.transfer_id, failed.handed_over = self.transfer_id.decode(), not self.ask.plain
             raise
         finally:
             self.release()
@@ -373,7 +373,7 @@ class Attempt:
             self.ask.path,
             server.pool.host_header,
             self.ask.forwarded,
-            self.transfer_id.encode(),
+            self.transfer_id,
             len(body),
         )
         return server.pool.start(head, body, ended, limit_s)
@@ -398,12 +398,8 @@ def _says(body: bytes, who: Identity) -> bool:
         said = _named.decode(body).kv_transfer_params
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
-    return (
-        said.remote_engine_id == who.engine_id
-        and said.remote_port == who.port
-        and said.remote_host == who.host
-        and said.tp_size == who.tp_size
-    )
+    told = who.engine_id, who.host, who.port, who.tp_size
+    return (said.remote_engine_id, said.remote_host, said.remote_port, said.tp_size) == told
 
 
 def _is_ours_to_retry(first: bytes) -> bool:

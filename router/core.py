@@ -139,7 +139,7 @@ class Router:
                 if not failed.again or not left:
                     raise
                 self.metrics.count("retries", f"{failed.leg} {failed.reason}")
-                shown = attempt.transfer_id, failed.leg, failed.reason
+                shown = failed.transfer_id, failed.leg, failed.reason
                 log.info("transfer %s: the %s leg failed (%s), another attempt", *shown)
                 if not same:
                     prefill, decode = attempt.servers
@@ -157,7 +157,7 @@ class Router:
         self.metrics.observe("first_token_seconds", time.perf_counter() - ask.arrived)
         lines = b"%bx-request-id: %b\r\n" % (
             passed_on(leg.headers, _NOT_FOR_CLIENT),
-            ask.request_id or attempt.transfer_id.encode(),
+            ask.request_id or attempt.transfer_id,
         )
         if not (ask.stream and leg.status == 200):
             client.answer(leg.status, lines, first)
@@ -184,7 +184,7 @@ class Router:
                 raise
             reason = error.reason if isinstance(error, UpstreamError) else "internal"
             self.metrics.count("streams_broken", reason)
-            shown = attempt.transfer_id, attempt.servers[1].name, reason
+            shown = attempt.transfer_id.decode(), attempt.servers[1].name, reason
             log.warning("transfer %s: decode server %s failed after its first token (%s)", *shown)
             if reason in ("connect", "closed", "stale"):
                 self.decode.lost(attempt.servers[1])

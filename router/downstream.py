@@ -6,7 +6,7 @@ how much of all of them is kept), and when a client counts as gone. Does not dec
 
 Theory of operation. A `Connection` reads one request and gives it to the handler as a `Client`, which is also where the
 answer is written: at once, from whatever callback has it. Nothing is awaited here. A client that does not take what is
-written makes `Client.full` true, and `on_room` is called when there is room again; when nothing moves for
+written is full: `Client.write` says so, and `on_room` is called when there is room again; when nothing moves for
 `client_stall_s` the connection is cut, also when the last byte has been written: what a client has not taken is kept in
 memory (`Downstream.unsent`). Requests that are pipelined wait for the answer before theirs.
 """

@@ -76,7 +76,7 @@ class Connection(asyncio.Protocol):
             self.drop()
             if now is not None:
                 now.fail(UpstreamError("malformed"))
-        if exchange.flows:
+        if exchange.sink is not None and exchange.chunks:
             exchange.pour()
 
     def on_message_begin(self) -> None:
@@ -189,7 +189,7 @@ class Pool:
         on_end: Callable[[Exchange], None] | None = None,
         limit_s: float | None = None,
     ) -> Exchange:
-        """Send one request. head: with the empty line behind it; limit_s: as in `Exchange.limit`. Never raises; failures
+        """Send one request. head: with the empty line behind it. limit_s: as in `Exchange.limit`. Never raises: failures
         are the exchange's.
         """
         loop = self._loop
