@@ -30,7 +30,7 @@ class Application:
     def __init__(self, settings: RouterSettings) -> None:
         self.router = Router(settings)
         self.settings = settings
-        self.downstream = Downstream(settings, self)
+        self.downstream = Downstream(settings, self, self.router.held)
         self._prefixes = settings.policy == "prefix"
 
     @property

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from pushkv.router.exchange import Exchange, UpstreamError
+from pushkv.router.exchange import Exchange, Held, UpstreamError
 from pushkv.router.headers import Headers
 from pushkv.router.identity import Identity, identity_of, prefill_params
 from pushkv.router.metrics import RouterMetrics
@@ -102,9 +102,10 @@ class Attempt:
 
     def __init__(
         self, ask: Ask, prefill: Server, decode: Server, fleets: tuple[Fleet, Fleet], settings: RouterSettings,
-        metrics: RouterMetrics, answer: Callable[[Attempt, bytes, bool], None],
+        metrics: RouterMetrics, held: Held, answer: Callable[[Attempt, bytes, bool], None],
     ) -> None:  # fmt: skip
         self.ask = ask
+        self._held = held
         self.servers = prefill, decode
         self._fleets, self._settings, self._metrics, self._answer = fleets, settings, metrics, answer
         self.transfer_id = b"%032x" % _transfer_id(128)
@@ -113,7 +114,7 @@ class Attempt:
         self._why = ""
         self._prefill_error: Failed | None = None
         self._parts: list[bytes] = []
-        self._size = 0
+        self._size = self._kept = 0
         self._useless: bytes | None = None
         self._answering = False
         self._settled: Callable[[], None] | None = None
@@ -136,10 +137,11 @@ class Attempt:
             self._metrics.count("dispatches", "sequential", self._why)
             return
         assert prefill.identity is not None
-        self._metrics.count("dispatches", "parallel", "push")
         self._told = prefill.identity
-        self._start_prefill(self._prefill_ended).hold(self._settings.max_answer_bytes)
+        leg = self._start_prefill(self._prefill_ended)
         self._start_decode(prefill.identity.params(self.transfer_id, chat=b"chat" in self.ask.path))
+        leg.hold(self._settings.max_answer_bytes, self._held)
+        self._metrics.count("dispatches", "parallel", "push")
         self._metrics.observe("dispatch_seconds", self.ask.own_s + time.perf_counter() - self._began)
 
     @property
@@ -154,7 +156,7 @@ class Attempt:
         return self._answering and leg.complete and leg.error is None
 
     def when_settled(self, then: Callable[[], None]) -> None:
-        """Call `then` once, when D's leg has ended or is of no use: unless it is `answered`, `begin` is to be awaited."""
+        """Call `then` once, when D's leg has ended or is useless: unless it is `answered`, `begin` is to be awaited."""
         if self._useless is not None or self.decode.ended:
             then()
         else:
@@ -238,7 +240,7 @@ class Attempt:
         leg = self._start_prefill(lambda _: None)
         try:
             await leg.head()
-            body = await leg.whole(self._settings.max_answer_bytes)
+            body = await leg.whole(self._settings.max_answer_bytes, self._held)
         except UpstreamError as error:
             raise self._broken("prefill", error) from None
         self._judge(leg, body)
@@ -295,6 +297,7 @@ class Attempt:
         tokens = self.ask.prompt_tokens + self.ask.answer_tokens
 
         def ended(_: Exchange) -> None:
+            self._let_go()
             fleet.finished(server, tokens)
             self._settle()
 
@@ -315,11 +318,15 @@ class Attempt:
             raise UpstreamError("too large")
         stream = self.ask.stream and leg.status == 200
         if not last and not stream:
+            self._keep(len(data))
             return
         first = data if len(self._parts) == 1 else b"".join(self._parts)
-        if not last and self._size < HELD_BYTES and not any(end in first for end in EVENT_ENDS):
+        if not last and self._size < HELD_BYTES and EVENT_ENDS[0] not in first and EVENT_ENDS[1] not in first:
+            self._keep(len(data))
             return
         self._parts = []
+        if self._kept:
+            self._let_go()
         if self._is_useless(leg.status, first, stream):
             self._useless = first
             leg.wake()
@@ -330,6 +337,14 @@ class Attempt:
             self.legs["prefill"].abort()
         self._answer(self, first, last)
         leg.wake()
+
+    def _keep(self, more: int) -> None:
+        self._kept += more
+        self._held.bytes += more
+
+    def _let_go(self) -> None:
+        self._held.bytes -= self._kept
+        self._kept = 0
 
     def _settle(self) -> None:
         then, self._settled = self._settled, None

@@ -88,7 +88,7 @@ class Client:
     def forget_body(self) -> None:
         """It is not needed any more."""
         self.body = b""
-        self._connection.house.held_bytes -= self.held
+        self._connection.house.held.bytes -= self.held
         self.held = 0
 
     def run(self, answering: Coroutine[Any, Any, None]) -> None:

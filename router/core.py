@@ -17,7 +17,7 @@ import msgspec
 from pushkv.model.routing.dispatch import NOBODY
 from pushkv.router.attempt import Attempt, ClientGone, Failed
 from pushkv.router.client import Client
-from pushkv.router.exchange import UpstreamError
+from pushkv.router.exchange import Held, UpstreamError
 from pushkv.router.gate import Gate
 from pushkv.router.headers import HOP, passed_on
 from pushkv.router.metrics import RouterMetrics
@@ -41,6 +41,7 @@ class Router:
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
         self.metrics = RouterMetrics()
+        self.held = Held()
         self.gate = Gate(settings.max_active, settings.max_queued, settings.queue_s)
         self.prefill = Fleet("prefill", settings.prefill, settings)
         self.decode = Fleet("decode", settings.decode, settings)
@@ -112,7 +113,8 @@ class Router:
 
         prefill = self.prefill.pick(ask, ask.prompt_tokens, not_p)
         decode = self.decode.pick(ask, ask.prompt_tokens + ask.answer_tokens, not_d)
-        attempt = Attempt(ask, prefill, decode, (self.prefill, self.decode), self.settings, self.metrics, answer)
+        fleets = self.prefill, self.decode
+        attempt = Attempt(ask, prefill, decode, fleets, self.settings, self.metrics, self.held, answer)
         client.on_gone = lambda: attempt.end(ClientGone())
         attempt.start()
         return attempt
@@ -154,21 +156,20 @@ class Router:
     def _answer(self, attempt: Attempt, client: Client, first: bytes, last: bool) -> None:
         """The first bytes are here, and they are the client's. What follows flows to it without waking anybody."""
         ask, leg = attempt.ask, attempt.decode
-        self.metrics.observe("first_token_seconds", time.perf_counter() - ask.arrived)
         lines = b"%bx-request-id: %b\r\n" % (
             passed_on(leg.headers, _NOT_FOR_CLIENT),
             ask.request_id or attempt.transfer_id,
         )
         if not (ask.stream and leg.status == 200):
             client.answer(leg.status, lines, first)
-            ask.forget()
-            return
-        client.start(200, lines)
-        passing = Passing(client, leg)
-        if not last:
-            client.on_room = leg.resume
-            leg.flow(passing.take, self.settings.token_gap_s)
-        passing.take(first, last)
+        else:
+            client.start(200, lines)
+            passing = Passing(client, leg)
+            if not last:
+                client.on_room = leg.resume
+                leg.flow(passing.take, self.settings.token_gap_s)
+            passing.take(first, last)
+        self.metrics.observe("first_token_seconds", time.perf_counter() - ask.arrived)
         ask.forget()
         client.forget_body()
 
@@ -249,7 +250,7 @@ class Router:
             leg.limit(self.settings.answer_s)
             try:
                 await leg.head()
-                body = await leg.whole(self.settings.max_answer_bytes)
+                body = await leg.whole(self.settings.max_answer_bytes, self.held)
                 client.answer(leg.status, passed_on(leg.headers, _NOT_FOR_CLIENT), body)
                 return leg.status
             except UpstreamError as error:

@@ -21,6 +21,7 @@ import httptools
 
 from pushkv.router.client import CLOSE, Client, status_line
 from pushkv.router.deadline import Deadline
+from pushkv.router.exchange import Held
 from pushkv.router.headers import Headers
 from pushkv.router.request import Refusal
 from pushkv.router.settings import RouterSettings
@@ -42,15 +43,15 @@ class Handler(Protocol):
 
 
 class Downstream:
-    """All connections of clients. held_bytes: of requests' bodies. open: requests that are not answered yet.
+    """All connections of clients. held: requests' bodies are counted there. open: requests that are not answered yet.
     draining: no connection is used again.
     """
 
-    def __init__(self, settings: RouterSettings, handler: Handler) -> None:
-        self.settings, self.handler = settings, handler
+    def __init__(self, settings: RouterSettings, handler: Handler, held: Held) -> None:
+        self.settings, self.handler, self.held = settings, handler, held
         self.connections: set[Connection] = set()
         self.behind: set[Connection] = set()
-        self.held_bytes = self.open = 0
+        self.open = 0
         self.draining = False
 
     def connection(self) -> Connection:
@@ -71,7 +72,7 @@ class Downstream:
     def crowded(self, more: int) -> bool:
         """Whether so many bytes more are too many."""
         unsent = self.unsent_bytes if self.behind else 0
-        return self.held_bytes + unsent + more > self.settings.max_held_bytes
+        return self.held.bytes + unsent + more > self.settings.max_held_bytes
 
     def close(self) -> None:
         """Cut what is under way, close what is idle."""
@@ -174,7 +175,7 @@ class Connection(asyncio.Protocol):
             return
         self._body.append(data)
         client.held += len(data)
-        house.held_bytes += len(data)
+        house.held.bytes += len(data)
         if client.held > house.settings.max_body_bytes:
             self._refuse(client, Refusal(413, f"the body is larger than {house.settings.max_body_bytes} bytes"))
         elif len(self._body) > 1 and house.crowded(0):

@@ -35,6 +35,15 @@ class UpstreamError(Exception):
         self.reason: Failure = reason
 
 
+class Held:
+    """How many bytes are in memory because something is not whole yet: requests, and answers that do not flow."""
+
+    __slots__ = ("bytes",)
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
 class Exchange:
     """status: 0 until the head is here. headers: names in lower case. on_end: called once, whatever ends it.
     chunks: what has come of the body and was not fetched. sink: where it goes, if it flows.
@@ -44,7 +53,7 @@ class Exchange:
     """
 
     __slots__ = (
-        "_connection", "_deadline", "_gap_s", "_loop", "_most", "_size", "_waiter", "chunks",
+        "_connection", "_deadline", "_gap_s", "_held", "_loop", "_most", "_size", "_waiter", "chunks",
         "complete", "error", "headed", "headers", "on_end", "sink", "status",
     )  # fmt: skip
 
@@ -56,6 +65,7 @@ class Exchange:
         self._waiter: asyncio.Future[None] | None = None
         self._deadline: Deadline | None = None
         self.sink: Sink | None = None
+        self._held: Held | None = None
         self._gap_s: float | None = None
         self.on_end = on_end
         self.status = 0
@@ -101,9 +111,9 @@ class Exchange:
             await self._wait()
         return self._take()
 
-    async def whole(self, most: int) -> bytes:
+    async def whole(self, most: int, held: Held | None = None) -> bytes:
         """The rest of the body. Raises `UpstreamError` also where it is longer than `most` bytes."""
-        self._most = most
+        self.hold(most, held)
         if self._size > most:
             error = UpstreamError("too large")
             self.abort(error)
@@ -113,9 +123,13 @@ class Exchange:
         await self.over()
         return self.body()
 
-    def hold(self, most: int) -> None:
-        """Nobody will fetch the body before it ends: keep all of it. It fails with `too large` above `most` bytes."""
-        self._most = most
+    def hold(self, most: int, held: Held | None = None) -> None:
+        """Nobody will fetch the body before it ends: keep all of it, counted in `held`. It fails with `too large` above
+        `most` bytes.
+        """
+        self._most, self._held = most, held
+        if held is not None:
+            held.bytes += self._size
 
     def body(self) -> bytes:
         """What of the body is here and has not been fetched."""
@@ -181,6 +195,8 @@ class Exchange:
             return  # `pour` follows
         self._size += len(data)
         if self._most:
+            if self._held is not None:
+                self._held.bytes += len(data)
             if self._size > self._most:
                 self.abort(UpstreamError("too large"))
             return
@@ -212,6 +228,7 @@ class Exchange:
     def fail(self, error: BaseException) -> None:
         if not self.ended:
             self.error = error
+            self._forget()
             self._detach()
             self._end()
 
@@ -245,11 +262,17 @@ class Exchange:
         finally:
             self._waiter = None
 
+    def _forget(self) -> None:
+        """What is here is kept no longer."""
+        if self._held is not None:
+            self._held.bytes -= self._size
+        self._size = 0
+        self.chunks.clear()
+
     def _take(self) -> bytes:
         chunks = self.chunks
         data = chunks.popleft() if len(chunks) == 1 else b"".join(chunks)
-        chunks.clear()
-        self._size = 0
+        self._forget()
         if self._connection is not None and not self._most and self.sink is None:
             self._connection.resume()
         return data

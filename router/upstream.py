@@ -189,8 +189,8 @@ class Pool:
         on_end: Callable[[Exchange], None] | None = None,
         limit_s: float | None = None,
     ) -> Exchange:
-        """Send one request. head: with the empty line behind it. limit_s: as in `Exchange.limit`. Never raises: failures
-        are the exchange's.
+        """Send one request. head: with the empty line behind it. limit_s: as in `Exchange.limit`. Never raises: what
+        fails is the exchange.
         """
         loop = self._loop
         if loop is None:
