@@ -189,10 +189,8 @@ class Exchange:
         self.wake()
 
     def take(self, data: bytes) -> None:
-        """More of the body."""
+        """More of the body, which does not flow."""
         self.chunks.append(data)
-        if self.sink is not None:
-            return  # `pour` follows
         self._size += len(data)
         if self._most:
             if self._held is not None:

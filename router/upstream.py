@@ -99,8 +99,13 @@ class Connection(asyncio.Protocol):
                 self._exchange.head_is_here(status)
 
     def on_body(self, data: bytes) -> None:
-        if self._exchange is not None:
-            self._exchange.take(data)
+        exchange = self._exchange
+        if exchange is None:
+            return
+        if exchange.sink is None:
+            exchange.take(data)
+        else:
+            exchange.chunks.append(data)  # `pour` follows
 
     def on_message_complete(self) -> None:
         exchange = self._exchange
@@ -200,7 +205,7 @@ class Pool:
         oldest = now - self._idle_s
         while self._idle:
             connection = self._idle.pop()
-            if not connection.closing and connection.idle_since >= oldest:
+            if connection.idle_since >= oldest and not connection.closing:
                 connection.send(exchange, head, body, now, limit_s)
                 return exchange
             connection.drop()

@@ -90,20 +90,20 @@ def test_stale_connections_are_believed_twice_and_then_another_server_is_asked()
 
 def test_p_fails_in_the_moment_of_the_first_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event is here, its reader has not run yet: it must not become the beginning of an answer."""
-    take, done = Exchange.take, []
+    on_body, done = Connection.on_body, []
+
+    def body(connection: Connection, data: bytes) -> None:
+        on_body(connection, data)
+        if not done and b"data: " in data:
+            done.append(connection)
+            (attempt,) = attempts
+            attempt.legs["prefill"].complete, attempt.legs["prefill"].error = False, UpstreamError("closed")
+            attempt._prefill_ended(attempt.legs["prefill"])
+
+    monkeypatch.setattr(Connection, "on_body", body)
 
     async def go() -> None:
         async with stack(2, 2) as s:
-
-            def body(exchange: Exchange, data: bytes) -> None:
-                take(exchange, data)
-                if not done and b"data: " in data:
-                    done.append(exchange)
-                    (attempt,) = attempts
-                    attempt.legs["prefill"].complete, attempt.legs["prefill"].error = False, UpstreamError("closed")
-                    attempt._prefill_ended(attempt.legs["prefill"])
-
-            monkeypatch.setattr(Exchange, "take", body)
             reply = await s.ask("x", stream=True)
             assert done and (reply.status, reply.text, reply.error) == (200, expected("x"), None)
             assert await s.metric("retries_total") == 1
