@@ -49,8 +49,13 @@ TIMES: Mapping[str, str] = {
 }
 REASONS = (
     "aborted", "lease", "prefill aborted", "prefill ended without its whole cache", "gave way", "gave way too often",
-    "larger than the landing memory", "too much in quarantine with this peer", "peer unreachable", "not needed",
-    "local prefix has changed", "cache was reset", "packed", "direct", "role", "identity", "ambiguous", "backoff",
+    "larger than the landing memory", "too much in quarantine with this peer", "peer unreachable", "peer silent",
+    "peer gone", "not needed", "local prefix has changed", "cache was reset", "cancelled", "cancelled by the sender",
+    "superseded", "revoked", "deadline", "ended", "forgotten", "forgotten by the sender", "handed over before",
+    "no prefill here", "write failed", "write took too long", "writes took too long", "too many open registrations",
+    "fewer tokens than wanted", "more tokens than the prompt has", "the prompt is shorter than what is wanted",
+    "transfer is registered by another engine", "this vLLM cannot stop a prompt early",
+    "packed", "direct", "role", "identity", "ambiguous", "backoff",
 )  # fmt: skip
 OTHER = "other"
 EVERY_S = 0.5
