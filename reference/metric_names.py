@@ -28,6 +28,8 @@ COUNTERS: Mapping[str, str] = {
     "blocks_kept": "KV blocks of failed loads that nobody could use until they were proven free",
     "records_dropped": "records of single transfers that nobody fetched in time",
 }
+FROM_THE_START = (("peers_refused", ""), ("messages_refused", ""), ("writes_broken", ""), ("transfers_failed", "lease"))
+"""Counters and their labels that are there before they count: an alert on a first event needs the 0 before it."""
 GAUGES: Mapping[str, str] = {
     "open_outgoing": "prompts held or on their way, on the prefill engine",
     "open_incoming": "prompts waited for, on the decode engine",

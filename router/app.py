@@ -128,7 +128,7 @@ class Application:
     async def _route(self, client: Client) -> int:
         path, method = client.path, client.method
         if path == b"/metrics" and method == b"GET":
-            client.answer(200, _TEXT, self.router.exposition(self.draining))
+            client.answer(200, _TEXT, self.router.exposition(self.draining, self.downstream.all_held_bytes))
             return 200
         if path in (b"/health", b"/ready") and method == b"GET":
             ready = not self.draining and self.router.prefill.alive and self.router.decode.alive

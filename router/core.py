@@ -265,9 +265,10 @@ class Router:
                 self.decode.finished(server, 1)
         raise Refusal(503, "no server could answer", "upstream_error", 1)
 
-    def exposition(self, draining: bool) -> bytes:
+    def exposition(self, draining: bool, held_bytes: int) -> bytes:
         """`/metrics`."""
-        self.metrics.gauges.update(active=self.gate.active, queued=self.gate.queued, draining=draining)
+        gauges = self.metrics.gauges
+        gauges.update(active=self.gate.active, queued=self.gate.queued, draining=draining, held_bytes=held_bytes)
         self.metrics.servers(
             (fleet.role, server.name, server.up, fleet.outstanding(server), server.pool.connections)
             for fleet in (self.prefill, self.decode)

@@ -69,10 +69,14 @@ class Downstream:
                 self.behind.discard(connection)
         return total
 
+    @property
+    def all_held_bytes(self) -> int:
+        """What `max_held_bytes` bounds."""
+        return self.held.bytes + (self.unsent_bytes if self.behind else 0)
+
     def crowded(self, more: int) -> bool:
         """Whether so many bytes more are too many."""
-        unsent = self.unsent_bytes if self.behind else 0
-        return self.held.bytes + unsent + more > self.settings.max_held_bytes
+        return self.all_held_bytes + more > self.settings.max_held_bytes
 
     def close(self) -> None:
         """Cut what is under way, close what is idle."""

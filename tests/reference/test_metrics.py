@@ -11,7 +11,7 @@ import pytest
 
 import pushkv.model.protocol as protocol
 from pushkv.model.protocol import Settings
-from pushkv.reference.metric_names import COUNTERS, GAUGES, REASONS, TIMES, Meter, Tally, label
+from pushkv.reference.metric_names import COUNTERS, FROM_THE_START, GAUGES, REASONS, TIMES, Meter, Tally, label
 from pushkv.reference.office import Office
 from pushkv.reference.ports import Address
 
@@ -104,8 +104,10 @@ def test_prometheus() -> None:
         ["model_name", "engine"],
         {0: ["m", "0"]},
     )
-    prom.observe(both.data)
     labels = {"model_name": "m", "engine": "0"}
+    for name, what in FROM_THE_START:
+        assert REGISTRY.get_sample_value(f"pushkv:{name}_total", {**labels, "what": what}) == 0
+    prom.observe(both.data)
     assert REGISTRY.get_sample_value("pushkv:bytes_sent_total", {**labels, "what": ""}) == 14
     assert REGISTRY.get_sample_value("pushkv:transfers_failed_total", {**labels, "what": "peer unreachable"}) == 4
     assert REGISTRY.get_sample_value("pushkv:peers", labels) == 3
@@ -115,17 +117,9 @@ def test_prometheus() -> None:
 
 
 SAY = {
-    "_fail",
-    "_end",
-    "_end_or_register_again",
-    "_stop",
-    "_closed",
-    "_remember",
-    "link_refused",
-    "Abort",
-    "Aborted",
+    "_fail", "_end", "_end_or_register_again", "_stop", "_closed", "_remember", "link_refused", "Abort", "Aborted",
     "Failed",
-}
+}  # fmt: skip
 """Who is given a reason, in the protocol and by the connector."""
 
 
