@@ -154,10 +154,10 @@ def test_a_client_that_leaves_between_the_legs(monkeypatch: pytest.MonkeyPatch) 
         async with stack(dispatch="sequential") as s:
             asking = asyncio.create_task(s.ask("x"))
             await until(lambda: bool(s.prefill[0].seen) and s.router.gate.active == 0)
-            await idle(s)
-            assert not s.decode[0].seen and await s.metric("clients_gone_total") == 1
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
+            await idle(s)
+            assert not s.decode[0].seen and await s.metric("clients_gone_total") == 1
 
     play(go())
 
