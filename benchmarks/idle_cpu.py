@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -52,6 +53,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--threads", action="store_true", help="say which threads ran")
     chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end with it
     cluster = Cluster(KINDS[chosen.connector], make_model(), Path(tempfile.mkdtemp(prefix="pushkv-idle-")))
     try:
         start_all(cluster.oracle.server)

@@ -24,6 +24,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -92,15 +93,25 @@ class Bench:
             _ready(port)
 
     def stop(self) -> None:
+        """Ends what runs, however far `start` has come."""
         for process in reversed(self._running.values()):
             process.terminate()
-            process.wait()
+        for process in self._running.values():
+            try:
+                process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def load(self, way: str, kind: str, rate: float, seconds: float, body: str) -> Load:
         """kind: "open" at `rate` requests per second, or "closed" with `rate` clients. Raises if one is bad."""
         before = self._cpu_us(way)
         command = [str(self._peers), kind, str(self._ports[way]), str(rate), str(seconds), str(self._folder / body)]
-        ran, *times = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.split(b"\n")
+        clients = self._running["clients"] = subprocess.Popen(command, stdout=subprocess.PIPE)
+        ran, *times = clients.communicate()[0].split(b"\n")
+        del self._running["clients"]
+        if clients.returncode:
+            raise RuntimeError(f"{way}: the clients ended with {clients.returncode}")
         took_s, answers, bad = ran.split()
         if int(bad) or not int(answers):
             raise RuntimeError(f"{way}: {int(bad)} of {int(answers)} answers were bad")
@@ -125,6 +136,12 @@ class Bench:
         fields = stat.rpartition(")")[2].split()
         tick = 1e6 / os.sysconf("SC_CLK_TCK")
         return int(fields[11]) * tick, int(fields[12]) * tick
+
+
+def _stop(number: int, _: object) -> None:
+    """As at the end of a run: nothing that was started may outlive it."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def _ready(port: int) -> None:
@@ -211,6 +228,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=19400, help="the first of four")
     parser.add_argument("--json", metavar="FILE", help="write the numbers")
     options = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
     with tempfile.TemporaryDirectory(prefix="pushkv-router-") as folder:
         bench = Bench(Path(folder), options.port)
         try:

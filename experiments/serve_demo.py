@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -75,6 +76,7 @@ def main() -> int:
     say(f"Prefill and decode on two real vLLM servers, connector: {kind.name}")
     say("-" * WIDTH)
     servers: list[Server] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end with it
     try:
         model = make_model()
         row("model", "random Qwen3, 4 layers, 2 KV heads of 32, float32")

@@ -16,6 +16,7 @@ vLLM asks thousands of times a second for each waiting request: an answer is a d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from pushkv.reference.metric_names import label
 from pushkv.reference.ports import BlockIds, Load, Office, StepOrders
 from pushkv.reference.rules import Rules
 
+log = logging.getLogger(__name__)
 Answer = tuple[int | None, bool]
 LATER: Answer = (None, False)
 NOTHING: Answer = (0, False)
@@ -231,6 +233,7 @@ class DecodeLegs:
         if leg.state is State.HOLDING:
             leg.books = Books.FAILED  # Free follows, now or when it is settled
             if not leg.unwanted:
+                self._say(leg, news.reason)
                 self._report_failed(leg)
                 if self._rules.recompute and not news.settled and self.pool is not None:
                     self._keep(leg)
@@ -312,6 +315,12 @@ class DecodeLegs:
     def _lost(self, leg: Leg, reason: str) -> None:
         leg.state, leg.reason = State.FAILED, reason
         self._count(f"loads_lost:{label(reason)}")
+        self._say(leg, reason)
+
+    def _say(self, leg: Leg, reason: str) -> None:
+        """vLLM has one sentence for all failed loads; why it was this one stands in the log."""
+        peer = leg.peer.engine_id if leg.peer is not None else "an engine that is not named"
+        log.warning("the prompt of %s does not come from %s: %s", leg.request_id, peer, reason[:200])
 
     def _close(self, leg: Leg) -> None:
         leg.books = Books.CLOSED

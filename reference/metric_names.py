@@ -28,6 +28,8 @@ COUNTERS: Mapping[str, str] = {
     "blocks_kept": "KV blocks of failed loads that nobody could use until they were proven free",
     "records_dropped": "records of single transfers that nobody fetched in time",
 }
+FROM_THE_START = (("peers_refused", ""), ("messages_refused", ""), ("writes_broken", ""), ("transfers_failed", "lease"))
+"""Counters and their labels that are there before they count: an alert on a first event needs the 0 before it."""
 GAUGES: Mapping[str, str] = {
     "open_outgoing": "prompts held or on their way, on the prefill engine",
     "open_incoming": "prompts waited for, on the decode engine",
@@ -49,8 +51,13 @@ TIMES: Mapping[str, str] = {
 }
 REASONS = (
     "aborted", "lease", "prefill aborted", "prefill ended without its whole cache", "gave way", "gave way too often",
-    "larger than the landing memory", "too much in quarantine with this peer", "peer unreachable", "not needed",
-    "local prefix has changed", "cache was reset", "packed", "direct", "role", "identity", "ambiguous", "backoff",
+    "larger than the landing memory", "too much in quarantine with this peer", "peer unreachable", "peer silent",
+    "peer gone", "not needed", "local prefix has changed", "cache was reset", "cancelled", "cancelled by the sender",
+    "superseded", "revoked", "deadline", "ended", "forgotten", "forgotten by the sender", "handed over before",
+    "no prefill here", "write failed", "write took too long", "writes took too long", "too many open registrations",
+    "fewer tokens than wanted", "more tokens than the prompt has", "the prompt is shorter than what is wanted",
+    "transfer is registered by another engine", "this vLLM cannot stop a prompt early",
+    "packed", "direct", "role", "identity", "ambiguous", "backoff",
 )  # fmt: skip
 OTHER = "other"
 EVERY_S = 0.5

@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from pushkv.reference.metric_names import COUNTERS, GAUGES, TIMES, Tally
+from pushkv.reference.metric_names import COUNTERS, FROM_THE_START, GAUGES, TIMES, Tally
 
 _BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
@@ -67,6 +67,10 @@ class PushPromMetrics(KVConnectorPromMetrics):
             )
             for name, says in TIMES.items()
         }
+
+        for engine in per_engine_labelvalues.values():
+            for name, what in FROM_THE_START:
+                self._counters[name].labels(*map(str, engine), what)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = [str(value) for value in self._values[engine_idx]]

@@ -30,7 +30,7 @@ class Application:
     def __init__(self, settings: RouterSettings) -> None:
         self.router = Router(settings)
         self.settings = settings
-        self.downstream = Downstream(settings, self)
+        self.downstream = Downstream(settings, self, self.router.held)
         self._prefixes = settings.policy == "prefix"
 
     @property
@@ -54,7 +54,8 @@ class Application:
         except Exception as error:
             self._failed(client, error)
         else:
-            client.run(self._answered(client, waited))
+            if waited is not None:
+                client.run(self._answered(client, waited))
 
     def refuse(self, client: Client, refusal: Refusal) -> None:
         self.router.metrics.count("refused", str(refusal.status))
@@ -64,8 +65,10 @@ class Application:
             lines += b"retry-after: %d\r\n" % refusal.retry_after_s
         client.answer(refusal.status, lines, error_body(refusal.status, str(refusal), refusal.kind))
 
-    def _completion(self, client: Client) -> Coroutine[Any, Any, int]:
-        """The legs leave now if they can; what is left is waiting."""
+    def _completion(self, client: Client) -> Coroutine[Any, Any, int] | None:
+        """The legs leave now if they can. What is left is waiting, if anything but the first attempt's end is waited
+        for.
+        """
         if client.method != b"POST":
             raise Refusal(405, "use POST")
         if self.draining:
@@ -76,7 +79,21 @@ class Application:
         client.body = b""  # `ask` has it
         ask.arrived = arrived
         ask.own_s = time.perf_counter() - arrived
-        return router.serve(ask, client, router.start(ask, client))
+        attempt = router.start(ask, client)
+        if attempt is None or attempt.sequential:
+            return router.serve(ask, client, attempt)
+
+        def settled() -> None:
+            try:
+                if router.done(attempt, client):
+                    router.metrics.count("requests", str(attempt.decode.status))
+                else:
+                    client.run(self._answered(client, router.serve(ask, client, attempt)))
+            except Exception as error:
+                self._failed(client, error)
+
+        attempt.when_settled(settled)
+        return None
 
     async def _answered(self, client: Client, waited: Coroutine[Any, Any, int]) -> None:
         try:
@@ -111,7 +128,7 @@ class Application:
     async def _route(self, client: Client) -> int:
         path, method = client.path, client.method
         if path == b"/metrics" and method == b"GET":
-            client.answer(200, _TEXT, self.router.exposition(self.draining))
+            client.answer(200, _TEXT, self.router.exposition(self.draining, self.downstream.all_held_bytes))
             return 200
         if path in (b"/health", b"/ready") and method == b"GET":
             ready = not self.draining and self.router.prefill.alive and self.router.decode.alive

@@ -18,13 +18,14 @@ be tried again. Does not decide on which pair, nor write to the client.
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from pushkv.router.exchange import Exchange, UpstreamError
+from pushkv.router.exchange import Exchange, Held, UpstreamError
 from pushkv.router.headers import Headers
 from pushkv.router.identity import Identity, identity_of, prefill_params
 from pushkv.router.metrics import RouterMetrics
@@ -74,11 +75,26 @@ class _Answer(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-_answer = msgspec.json.Decoder(_Answer)
+class _Who(msgspec.Struct):
+    """Who P says it is: what nearly every answer is read for."""
+
+    remote_engine_id: Any = None
+    remote_host: Any = None
+    remote_port: Any = None
+    tp_size: Any = 1
+
+
+class _Named(msgspec.Struct):
+    kv_transfer_params: _Who
+
+
+_answer, _named = msgspec.json.Decoder(_Answer), msgspec.json.Decoder(_Named)
+_transfer_id = random.Random(os.urandom(32)).getrandbits
 
 
 class Attempt:
-    """Use: `start`, which sends at once what can leave at once, then `await begin()`; `end` ends it early.
+    """Use: `start`, which sends at once what can leave at once. Then `await begin()`, or, where nothing is left to be
+    sent (`sequential` is false), `when_settled`: most requests need no task of their own. `end` ends it early.
 
     answer: called with the first bytes of the answer (all of one that is not streamed) once they are known to be the
     client's, in the callback that brings them; and with whether that is all.
@@ -86,20 +102,22 @@ class Attempt:
 
     def __init__(
         self, ask: Ask, prefill: Server, decode: Server, fleets: tuple[Fleet, Fleet], settings: RouterSettings,
-        metrics: RouterMetrics, answer: Callable[[Attempt, bytes, bool], None],
+        metrics: RouterMetrics, held: Held, answer: Callable[[Attempt, bytes, bool], None],
     ) -> None:  # fmt: skip
         self.ask = ask
+        self._held = held
         self.servers = prefill, decode
         self._fleets, self._settings, self._metrics, self._answer = fleets, settings, metrics, answer
-        self.transfer_id = os.urandom(16).hex()
+        self.transfer_id = b"%032x" % _transfer_id(128)
         self.legs: dict[str, Exchange] = {}
         self._told: Identity | None = None  # who the decode leg was told that P is
         self._why = ""
         self._prefill_error: Failed | None = None
         self._parts: list[bytes] = []
-        self._size = 0
+        self._size = self._kept = 0
         self._useless: bytes | None = None
         self._answering = False
+        self._settled: Callable[[], None] | None = None
         self._ended: BaseException | None = None
         self._began = time.perf_counter()
 
@@ -119,11 +137,30 @@ class Attempt:
             self._metrics.count("dispatches", "sequential", self._why)
             return
         assert prefill.identity is not None
-        self._metrics.count("dispatches", "parallel", "push")
         self._told = prefill.identity
-        self._start_prefill(self._prefill_ended).hold(self._settings.max_answer_bytes)
+        leg = self._start_prefill(self._prefill_ended)
         self._start_decode(prefill.identity.params(self.transfer_id, chat=b"chat" in self.ask.path))
+        leg.hold(self._settings.max_answer_bytes, self._held)
+        self._metrics.count("dispatches", "parallel", "push")
         self._metrics.observe("dispatch_seconds", self.ask.own_s + time.perf_counter() - self._began)
+
+    @property
+    def sequential(self) -> bool:
+        """Whether D's leg has to wait for P's answer."""
+        return bool(self._why)
+
+    @property
+    def answered(self) -> bool:
+        """Whether all of D's answer is here, and was the client's."""
+        leg = self.legs["decode"]
+        return self._answering and leg.complete and leg.error is None
+
+    def when_settled(self, then: Callable[[], None]) -> None:
+        """Call `then` once, when D's leg has ended or is useless: unless it is `answered`, `begin` is to be awaited."""
+        if self._useless is not None or self.decode.ended:
+            then()
+        else:
+            self._settled = then
 
     async def begin(self) -> None:
         """Returns when `answer` has been called. Raises `Failed`, or what `end` was given; then it never will be."""
@@ -131,18 +168,18 @@ class Attempt:
             if self._why:
                 said = await self._prefill_first()
                 if self._settings.mode == "push" and said is not None:
-                    said["transfer_id"] = self.transfer_id
+                    said["transfer_id"] = self.transfer_id.decode()
                 self._start_decode(said)
             await self._first()
         except PrefillFailed:
             assert self._prefill_error is not None
-            self._prefill_error.transfer_id = self.transfer_id
+            self._prefill_error.transfer_id = self.transfer_id.decode()
             raise self._prefill_error from None
         except Failed as failed:
-            failed.transfer_id, failed.handed_over = self.transfer_id, not self.ask.plain
+            failed.transfer_id, failed.handed_over = self.transfer_id.decode(), not self.ask.plain
             raise
         finally:
-            self._release()
+            self.release()
 
     def end(self, error: BaseException | None = None) -> None:
         """End the legs that have not ended."""
@@ -167,7 +204,7 @@ class Attempt:
 
         leg.on_end = ended
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """The policies gave tokens to both servers; a leg gives them back when it ends, so do legs that never began."""
         if "prefill" not in self.legs:
             self._fleets[0].finished(self.servers[0], self.ask.prompt_tokens)
@@ -194,9 +231,8 @@ class Attempt:
             fleet.finished(server, tokens)
             then(leg)
 
-        leg = self._start(server, self.ask.prefill_body(prefill_params(self.transfer_id)), ended)
-        self.legs["prefill"] = leg
-        leg.limit(self._settings.prefill_s)
+        body = self.ask.prefill_body(prefill_params(self.transfer_id))
+        leg = self.legs["prefill"] = self._start(server, body, ended, self._settings.prefill_s)
         return leg
 
     async def _prefill_first(self) -> dict[str, Any] | None:
@@ -204,7 +240,7 @@ class Attempt:
         leg = self._start_prefill(lambda _: None)
         try:
             await leg.head()
-            body = await leg.whole(self._settings.max_answer_bytes)
+            body = await leg.whole(self._settings.max_answer_bytes, self._held)
         except UpstreamError as error:
             raise self._broken("prefill", error) from None
         self._judge(leg, body)
@@ -226,6 +262,9 @@ class Attempt:
     def _judge(self, leg: Exchange, body: bytes) -> None:
         """Sets `_prefill_error` where P's answer means that D need not wait; learns who P is."""
         prefill = self.servers[0]
+        if self._told is not None and leg.status == 200 and _says(body, self._told) and prefill.identity is self._told:
+            prefill.doubtful = False
+            return
         if leg.status != 200:
             again = leg.status >= 500 or leg.status in _REFUSED
             self._metrics.count("legs_failed", "prefill", prefill.name, f"status {leg.status // 100}xx")
@@ -256,10 +295,15 @@ class Attempt:
             raise self._ended
         fleet, server = self._fleets[1], self.servers[1]
         tokens = self.ask.prompt_tokens + self.ask.answer_tokens
-        leg = self._start(server, self.ask.decode_body(params), lambda _: fleet.finished(server, tokens))
-        self.legs["decode"] = leg
+
+        def ended(_: Exchange) -> None:
+            self._let_go()
+            fleet.finished(server, tokens)
+            self._settle()
+
+        limit_s = self._settings.first_token_s if self.ask.stream else self._settings.answer_s
+        leg = self.legs["decode"] = self._start(server, self.ask.decode_body(params), ended, limit_s)
         leg.flow(self._hear, None)
-        leg.limit(self._settings.first_token_s if self.ask.stream else self._settings.answer_s)
         if self._prefill_error is not None:  # P's leg failed at once
             leg.abort(PrefillFailed())
 
@@ -274,20 +318,38 @@ class Attempt:
             raise UpstreamError("too large")
         stream = self.ask.stream and leg.status == 200
         if not last and not stream:
+            self._keep(len(data))
             return
         first = data if len(self._parts) == 1 else b"".join(self._parts)
-        if not last and self._size < HELD_BYTES and not any(end in first for end in EVENT_ENDS):
+        if not last and self._size < HELD_BYTES and EVENT_ENDS[0] not in first and EVENT_ENDS[1] not in first:
+            self._keep(len(data))
             return
         self._parts = []
+        if self._kept:
+            self._let_go()
         if self._is_useless(leg.status, first, stream):
             self._useless = first
             leg.wake()
+            self._settle()
             return
         self._answering = True
         if leg.status != 200 and "prefill" in self.legs:  # the client's mistake: nobody needs the prompt
             self.legs["prefill"].abort()
         self._answer(self, first, last)
         leg.wake()
+
+    def _keep(self, more: int) -> None:
+        self._kept += more
+        self._held.bytes += more
+
+    def _let_go(self) -> None:
+        self._held.bytes -= self._kept
+        self._kept = 0
+
+    def _settle(self) -> None:
+        then, self._settled = self._settled, None
+        if then is not None:
+            then()
 
     def _is_useless(self, status: int, first: bytes, stream: bool) -> bool:
         """Whether another server should be asked."""
@@ -321,15 +383,15 @@ class Attempt:
 
     # ------------------------------------------------------------ both
 
-    def _start(self, server: Server, body: bytes, ended: Callable[[Exchange], None]) -> Exchange:
+    def _start(self, server: Server, body: bytes, ended: Callable[[Exchange], None], limit_s: float) -> Exchange:
         head = b"POST %b HTTP/1.1\r\n%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
             self.ask.path,
             server.pool.host_header,
             self.ask.forwarded,
-            self.transfer_id.encode(),
+            self.transfer_id,
             len(body),
         )
-        return server.pool.start(head, body, ended)
+        return server.pool.start(head, body, ended, limit_s)
 
     def _broken(self, leg: str, error: UpstreamError) -> Failed:
         number = 0 if leg == "prefill" else 1
@@ -343,6 +405,16 @@ class Attempt:
             error.reason == "timeout" and leg == "decode" and not self.ask.stream
         )
         return Failed(leg, error.reason, again=again, same=same)
+
+
+def _says(body: bytes, who: Identity) -> bool:
+    """Whether P's answer plainly names `who`."""
+    try:
+        said = _named.decode(body).kv_transfer_params
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    told = who.engine_id, who.host, who.port, who.tp_size
+    return (said.remote_engine_id, said.remote_host, said.remote_port, said.tp_size) == told
 
 
 def _is_ours_to_retry(first: bytes) -> bool:

@@ -61,14 +61,16 @@ class Client:
             status_line(status), lines, _CHUNKED if self._chunked else b"", b"" if self.keep else CLOSE,
         )  # fmt: skip
 
-    def write(self, data: bytes) -> None:
-        """A piece; not empty."""
+    def write(self, data: bytes) -> bool:
+        """A piece; not empty. Returns whether the client takes no more just now: wait for `on_room`."""
         if self._chunked:
             data = b"%b%x\r\n%b\r\n" % (self._head, len(data), data)
         else:
             data = self._head + data
         self._head = b""
-        self._connection.write(data)
+        connection = self._connection
+        connection.write(data)
+        return connection.paused
 
     def finish(self, data: bytes = b"") -> None:
         """The last piece, or that there is no more."""
@@ -79,11 +81,6 @@ class Client:
         self._connection.write(data)
         self._connection.answered(self)
 
-    @property
-    def full(self) -> bool:
-        """It takes nothing just now: wait for `on_room`."""
-        return self._connection.paused
-
     def break_off(self) -> None:
         """The answer will not be completed: the connection says so."""
         self._connection.broken(self)
@@ -91,7 +88,7 @@ class Client:
     def forget_body(self) -> None:
         """It is not needed any more."""
         self.body = b""
-        self._connection.house.held_bytes -= self.held
+        self._connection.house.held.bytes -= self.held
         self.held = 0
 
     def run(self, answering: Coroutine[Any, Any, None]) -> None:

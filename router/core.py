@@ -17,7 +17,7 @@ import msgspec
 from pushkv.model.routing.dispatch import NOBODY
 from pushkv.router.attempt import Attempt, ClientGone, Failed
 from pushkv.router.client import Client
-from pushkv.router.exchange import UpstreamError
+from pushkv.router.exchange import Held, UpstreamError
 from pushkv.router.gate import Gate
 from pushkv.router.headers import HOP, passed_on
 from pushkv.router.metrics import RouterMetrics
@@ -41,6 +41,7 @@ class Router:
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
         self.metrics = RouterMetrics()
+        self.held = Held()
         self.gate = Gate(settings.max_active, settings.max_queued, settings.queue_s)
         self.prefill = Fleet("prefill", settings.prefill, settings)
         self.decode = Fleet("decode", settings.decode, settings)
@@ -56,6 +57,15 @@ class Router:
             self.gate.leave()
             raise
 
+    def done(self, attempt: Attempt, client: Client) -> bool:
+        """Whether a settled attempt has answered its client; then nothing is left to do. Else it is to be served."""
+        if not attempt.answered:
+            return False
+        client.on_gone = client.on_room = None
+        attempt.release()
+        attempt.when_over(self.gate.leave)
+        return True
+
     async def serve(self, ask: Ask, client: Client, attempt: Attempt | None) -> int:
         """Answer one request; the status that the client got. attempt: what `start` said. Raises `Failed`,
         `ClientGone`, or `Refusal` for the queue.
@@ -64,8 +74,6 @@ class Router:
             await self._queue(client, time.perf_counter())
         try:
             attempt = await self._begin(ask, client, attempt)
-            ask.forget()
-            client.forget_body()
             try:
                 return await self._finish(attempt, client)
             finally:
@@ -105,7 +113,8 @@ class Router:
 
         prefill = self.prefill.pick(ask, ask.prompt_tokens, not_p)
         decode = self.decode.pick(ask, ask.prompt_tokens + ask.answer_tokens, not_d)
-        attempt = Attempt(ask, prefill, decode, (self.prefill, self.decode), self.settings, self.metrics, answer)
+        fleets = self.prefill, self.decode
+        attempt = Attempt(ask, prefill, decode, fleets, self.settings, self.metrics, self.held, answer)
         client.on_gone = lambda: attempt.end(ClientGone())
         attempt.start()
         return attempt
@@ -132,7 +141,7 @@ class Router:
                 if not failed.again or not left:
                     raise
                 self.metrics.count("retries", f"{failed.leg} {failed.reason}")
-                shown = attempt.transfer_id, failed.leg, failed.reason
+                shown = failed.transfer_id, failed.leg, failed.reason
                 log.info("transfer %s: the %s leg failed (%s), another attempt", *shown)
                 if not same:
                     prefill, decode = attempt.servers
@@ -147,20 +156,22 @@ class Router:
     def _answer(self, attempt: Attempt, client: Client, first: bytes, last: bool) -> None:
         """The first bytes are here, and they are the client's. What follows flows to it without waking anybody."""
         ask, leg = attempt.ask, attempt.decode
-        self.metrics.observe("first_token_seconds", time.perf_counter() - ask.arrived)
         lines = b"%bx-request-id: %b\r\n" % (
             passed_on(leg.headers, _NOT_FOR_CLIENT),
-            ask.request_id or attempt.transfer_id.encode(),
+            ask.request_id or attempt.transfer_id,
         )
         if not (ask.stream and leg.status == 200):
             client.answer(leg.status, lines, first)
-            return
-        client.start(200, lines)
-        passing = Passing(client, leg)
-        if not last:
-            client.on_room = leg.resume
-            leg.flow(passing.take, self.settings.token_gap_s)
-        passing.take(first, last)
+        else:
+            client.start(200, lines)
+            passing = Passing(client, leg)
+            if not last:
+                client.on_room = leg.resume
+                leg.flow(passing.take, self.settings.token_gap_s)
+            passing.take(first, last)
+        self.metrics.observe("first_token_seconds", time.perf_counter() - ask.arrived)
+        ask.forget()
+        client.forget_body()
 
     async def _finish(self, attempt: Attempt, client: Client) -> int:
         """Until all of the answer has been written; its status."""
@@ -174,7 +185,7 @@ class Router:
                 raise
             reason = error.reason if isinstance(error, UpstreamError) else "internal"
             self.metrics.count("streams_broken", reason)
-            shown = attempt.transfer_id, attempt.servers[1].name, reason
+            shown = attempt.transfer_id.decode(), attempt.servers[1].name, reason
             log.warning("transfer %s: decode server %s failed after its first token (%s)", *shown)
             if reason in ("connect", "closed", "stale"):
                 self.decode.lost(attempt.servers[1])
@@ -239,7 +250,7 @@ class Router:
             leg.limit(self.settings.answer_s)
             try:
                 await leg.head()
-                body = await leg.whole(self.settings.max_answer_bytes)
+                body = await leg.whole(self.settings.max_answer_bytes, self.held)
                 client.answer(leg.status, passed_on(leg.headers, _NOT_FOR_CLIENT), body)
                 return leg.status
             except UpstreamError as error:
@@ -254,9 +265,10 @@ class Router:
                 self.decode.finished(server, 1)
         raise Refusal(503, "no server could answer", "upstream_error", 1)
 
-    def exposition(self, draining: bool) -> bytes:
+    def exposition(self, draining: bool, held_bytes: int) -> bytes:
         """`/metrics`."""
-        self.metrics.gauges.update(active=self.gate.active, queued=self.gate.queued, draining=draining)
+        gauges = self.metrics.gauges
+        gauges.update(active=self.gate.active, queued=self.gate.queued, draining=draining, held_bytes=held_bytes)
         self.metrics.servers(
             (fleet.role, server.name, server.up, fleet.outstanding(server), server.pool.connections)
             for fleet in (self.prefill, self.decode)

@@ -23,7 +23,9 @@ class Deadline:
 
     def set(self, seconds: float) -> None:
         """From now; it replaces the one before."""
-        self.until(self._loop.time() + seconds)
+        self.at = at = self._loop.time() + seconds
+        if at < self._due:
+            self._arm()
 
     def until(self, at: float) -> None:
         """As the loop's clock says."""

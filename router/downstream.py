@@ -6,7 +6,7 @@ how much of all of them is kept), and when a client counts as gone. Does not dec
 
 Theory of operation. A `Connection` reads one request and gives it to the handler as a `Client`, which is also where the
 answer is written: at once, from whatever callback has it. Nothing is awaited here. A client that does not take what is
-written makes `Client.full` true, and `on_room` is called when there is room again; when nothing moves for
+written is full: `Client.write` says so, and `on_room` is called when there is room again; when nothing moves for
 `client_stall_s` the connection is cut, also when the last byte has been written: what a client has not taken is kept in
 memory (`Downstream.unsent`). Requests that are pipelined wait for the answer before theirs.
 """
@@ -21,6 +21,7 @@ import httptools
 
 from pushkv.router.client import CLOSE, Client, status_line
 from pushkv.router.deadline import Deadline
+from pushkv.router.exchange import Held
 from pushkv.router.headers import Headers
 from pushkv.router.request import Refusal
 from pushkv.router.settings import RouterSettings
@@ -42,15 +43,15 @@ class Handler(Protocol):
 
 
 class Downstream:
-    """All connections of clients. held_bytes: of requests' bodies. open: requests that are not answered yet.
+    """All connections of clients. held: requests' bodies are counted there. open: requests that are not answered yet.
     draining: no connection is used again.
     """
 
-    def __init__(self, settings: RouterSettings, handler: Handler) -> None:
-        self.settings, self.handler = settings, handler
+    def __init__(self, settings: RouterSettings, handler: Handler, held: Held) -> None:
+        self.settings, self.handler, self.held = settings, handler, held
         self.connections: set[Connection] = set()
         self.behind: set[Connection] = set()
-        self.held_bytes = self.open = 0
+        self.open = 0
         self.draining = False
 
     def connection(self) -> Connection:
@@ -68,10 +69,14 @@ class Downstream:
                 self.behind.discard(connection)
         return total
 
+    @property
+    def all_held_bytes(self) -> int:
+        """What `max_held_bytes` bounds."""
+        return self.held.bytes + (self.unsent_bytes if self.behind else 0)
+
     def crowded(self, more: int) -> bool:
         """Whether so many bytes more are too many."""
-        unsent = self.unsent_bytes if self.behind else 0
-        return self.held_bytes + unsent + more > self.settings.max_held_bytes
+        return self.all_held_bytes + more > self.settings.max_held_bytes
 
     def close(self) -> None:
         """Cut what is under way, close what is idle."""
@@ -121,8 +126,7 @@ class Connection(asyncio.Protocol):
             return
         in_head = self._in_head
         if in_head:
-            if not self._head_bytes and self._client is None:
-                self._deadline.set(self.house.settings.client_idle_s)
+            begins = not self._head_bytes
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -134,8 +138,8 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError:
             self._malformed("Invalid HTTP request received.")
         else:
-            if in_head and self._in_head and self._head_bytes > HEAD_BYTES:
-                self._malformed("The request's head is too long.")
+            if in_head and (self._head_bytes or self._reading is not None):
+                self._more_to_come(begins)
 
     def on_message_begin(self) -> None:
         self._url, self._headers, self._length, self._expects = b"", [], -1, False
@@ -166,10 +170,8 @@ class Connection(asyncio.Protocol):
         elif self._length > 0 and house.crowded(self._length):
             self._refuse(client, _crowded())
         else:
-            if self._client is None:
-                self._deadline.set(house.settings.client_body_s)
-                if self._expects and self._length and not self.old:
-                    self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            if self._client is None and self._expects and self._length and not self.old:
+                self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
         client, house = self._reading, self.house
@@ -177,7 +179,7 @@ class Connection(asyncio.Protocol):
             return
         self._body.append(data)
         client.held += len(data)
-        house.held_bytes += len(data)
+        house.held.bytes += len(data)
         if client.held > house.settings.max_body_bytes:
             self._refuse(client, Refusal(413, f"the body is larger than {house.settings.max_body_bytes} bytes"))
         elif len(self._body) > 1 and house.crowded(0):
@@ -287,6 +289,16 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     # ------------------------------------------------------------ what this decides
+
+    def _more_to_come(self, begins: bool) -> None:
+        """A read that began in a head has not brought the whole request. begins: nor anything of it before."""
+        if self._in_head and self._head_bytes > HEAD_BYTES:
+            self._malformed("The request's head is too long.")
+        elif self._client is None and not self._ending:
+            if not self._in_head:
+                self._deadline.set(self.house.settings.client_body_s)
+            elif begins:
+                self._deadline.set(self.house.settings.client_idle_s)
 
     def _begin(self, client: Client) -> None:
         self._client = client

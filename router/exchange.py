@@ -35,26 +35,37 @@ class UpstreamError(Exception):
         self.reason: Failure = reason
 
 
+class Held:
+    """How many bytes are in memory because something is not whole yet: requests, and answers that do not flow."""
+
+    __slots__ = ("bytes",)
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
 class Exchange:
     """status: 0 until the head is here. headers: names in lower case. on_end: called once, whatever ends it.
+    chunks: what has come of the body and was not fetched. sink: where it goes, if it flows.
 
     Its owner awaits `head`, and then either `chunk` until that is empty, or `whole`, or gives the body a place to
     `flow` to and awaits `over`.
     """
 
     __slots__ = (
-        "_chunks", "_connection", "_deadline", "_gap_s", "_loop", "_most", "_sink", "_size", "_waiter", "complete",
-        "error", "headed", "headers", "on_end", "status",
+        "_connection", "_deadline", "_gap_s", "_held", "_loop", "_most", "_size", "_waiter", "chunks",
+        "complete", "error", "headed", "headers", "on_end", "sink", "status",
     )  # fmt: skip
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_end: Callable[[Exchange], None] | None) -> None:
         self._loop = loop
-        self._chunks: deque[bytes] = deque()
+        self.chunks: deque[bytes] = deque()
         self._size = self._most = 0
         self._connection: Connection | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._deadline: Deadline | None = None
-        self._sink: Sink | None = None
+        self.sink: Sink | None = None
+        self._held: Held | None = None
         self._gap_s: float | None = None
         self.on_end = on_end
         self.status = 0
@@ -92,7 +103,7 @@ class Exchange:
 
     async def chunk(self) -> bytes:
         """What has come of the body since the last call; empty at its end. Raises what ended it early."""
-        while not self._chunks:
+        while not self.chunks:
             if self.error is not None:
                 raise self.error
             if self.complete:
@@ -100,9 +111,9 @@ class Exchange:
             await self._wait()
         return self._take()
 
-    async def whole(self, most: int) -> bytes:
+    async def whole(self, most: int, held: Held | None = None) -> bytes:
         """The rest of the body. Raises `UpstreamError` also where it is longer than `most` bytes."""
-        self._most = most
+        self.hold(most, held)
         if self._size > most:
             error = UpstreamError("too large")
             self.abort(error)
@@ -112,25 +123,29 @@ class Exchange:
         await self.over()
         return self.body()
 
-    def hold(self, most: int) -> None:
-        """Nobody will fetch the body before it ends: keep all of it. It fails with `too large` above `most` bytes."""
-        self._most = most
+    def hold(self, most: int, held: Held | None = None) -> None:
+        """Nobody will fetch the body before it ends: keep all of it, counted in `held`. It fails with `too large` above
+        `most` bytes.
+        """
+        self._most, self._held = most, held
+        if held is not None:
+            held.bytes += self._size
 
     def body(self) -> bytes:
         """What of the body is here and has not been fetched."""
-        return self._take() if self._chunks else b""
+        return self._take() if self.chunks else b""
 
     def flow(self, sink: Sink, gap_s: float | None) -> None:
         """From now on the body goes to `sink(data, last)` as it comes. A silence of so many seconds is a `timeout`
         (None: `limit` stays as it is); what `sink` raises ends the exchange.
         """
-        self._sink, self._gap_s = sink, gap_s
+        self.sink, self._gap_s = sink, gap_s
         if gap_s is not None:
             self.limit(gap_s)
-        if self.complete or self._chunks:
+        if self.complete or self.chunks:
             self.pour()
         if self.complete or self.error is not None:
-            self._sink = None
+            self.sink = None
 
     def pause(self) -> None:
         """The sink is full: no more until `resume`, and no silence is counted."""
@@ -160,11 +175,6 @@ class Exchange:
 
     # ------------------------------------------------------------ for the connection
 
-    @property
-    def flows(self) -> bool:
-        """Whether there is something for a sink."""
-        return self._sink is not None and bool(self._chunks)
-
     def attach(self, connection: Connection) -> None:
         """The deadline is the connection's from now on: it outlives many exchanges."""
         own, self._deadline = self._deadline, connection.deadline
@@ -179,12 +189,12 @@ class Exchange:
         self.wake()
 
     def take(self, data: bytes) -> None:
-        """More of the body."""
-        self._chunks.append(data)
-        if self._sink is not None:
-            return  # `pour` follows
+        """More of the body, which does not flow."""
+        self.chunks.append(data)
         self._size += len(data)
         if self._most:
+            if self._held is not None:
+                self._held.bytes += len(data)
             if self._size > self._most:
                 self.abort(UpstreamError("too large"))
             return
@@ -193,12 +203,13 @@ class Exchange:
         self.wake()
 
     def pour(self) -> None:
-        """What is here into the sink."""
-        assert self._sink is not None
+        """What is here into the sink: nothing is counted as kept on that way."""
+        assert self.sink is not None
         if self._gap_s is not None and self._deadline is not None:
             self._deadline.set(self._gap_s)
+        chunks = self.chunks
         try:
-            self._sink(self._take() if self._chunks else b"", self.complete)
+            self.sink(chunks.popleft() if len(chunks) == 1 else self._take(), self.complete)
         except Exception as error:  # our own fault; the answer is not whole
             if self.complete:
                 self.error = error
@@ -208,13 +219,14 @@ class Exchange:
         if not self.ended:
             self.complete = True
             self._detach()
-            if self._sink is not None:
+            if self.sink is not None:
                 self.pour()
             self._end()
 
     def fail(self, error: BaseException) -> None:
         if not self.ended:
             self.error = error
+            self._forget()
             self._detach()
             self._end()
 
@@ -232,7 +244,7 @@ class Exchange:
 
     def _end(self) -> None:
         self.wake()
-        on_end, self.on_end, self._sink = self.on_end, None, None
+        on_end, self.on_end, self.sink = self.on_end, None, None
         if on_end is not None:
             on_end(self)
 
@@ -248,11 +260,17 @@ class Exchange:
         finally:
             self._waiter = None
 
-    def _take(self) -> bytes:
-        chunks = self._chunks
-        data = chunks.popleft() if len(chunks) == 1 else b"".join(chunks)
-        chunks.clear()
+    def _forget(self) -> None:
+        """What is here is kept no longer."""
+        if self._held is not None:
+            self._held.bytes -= self._size
         self._size = 0
-        if self._connection is not None and not self._most and self._sink is None:
+        self.chunks.clear()
+
+    def _take(self) -> bytes:
+        chunks = self.chunks
+        data = chunks.popleft() if len(chunks) == 1 else b"".join(chunks)
+        self._forget()
+        if self._connection is not None and not self._most and self.sink is None:
             self._connection.resume()
         return data

@@ -7,14 +7,18 @@ until the next prefill confirms or replaces it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 _TRANSFER = "the transfer's id stands here"
+
+
+def _around(params: Mapping[str, Any]) -> list[bytes]:
+    """As JSON, what stands before, between and after the places of the transfer's id: it is written many times."""
+    return msgspec.json.encode(params).split(_TRANSFER.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,32 +29,32 @@ class Identity:
     host: str
     port: int
     tp_size: int
+    _completion: list[bytes] = field(init=False, repr=False, compare=False)
+    _chat: list[bytes] = field(init=False, repr=False, compare=False)
 
-    def params(self, transfer_id: str, *, chat: bool) -> msgspec.Raw:
-        """`kv_transfer_params` of the decode leg, as JSON. vLLM's own push meets by request id: both legs carry
-        `transfer_id` as theirs, and the engine calls the prefill `cmpl-<id>-0` or `chatcmpl-<id>`.
+    def __post_init__(self) -> None:
+        """vLLM's own push meets by request id: both legs carry the transfer's id as theirs, and the engine calls the
+        prefill `cmpl-<id>-0` or `chatcmpl-<id>`.
         """
-        return msgspec.Raw(_decode_params(self, chat).replace(_TRANSFER.encode(), transfer_id.encode()))
+        for name, request in (("_completion", f"cmpl-{_TRANSFER}-0"), ("_chat", f"chatcmpl-{_TRANSFER}")):
+            params = {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_engine_id": self.engine_id,
+                "remote_request_id": request,
+                "remote_host": self.host,
+                "remote_port": self.port,
+                "tp_size": self.tp_size,
+                "transfer_id": _TRANSFER,
+            }
+            object.__setattr__(self, name, _around(params))
+
+    def params(self, transfer_id: bytes, *, chat: bool) -> msgspec.Raw:
+        """`kv_transfer_params` of the decode leg, as JSON."""
+        return msgspec.Raw(transfer_id.join(self._chat if chat else self._completion))
 
 
-@functools.lru_cache(maxsize=1024)
-def _decode_params(identity: Identity, chat: bool) -> bytes:
-    """For any transfer: an identity is written many times."""
-    return msgspec.json.encode(
-        {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": identity.engine_id,
-            "remote_request_id": f"chatcmpl-{_TRANSFER}" if chat else f"cmpl-{_TRANSFER}-0",
-            "remote_host": identity.host,
-            "remote_port": identity.port,
-            "tp_size": identity.tp_size,
-            "transfer_id": _TRANSFER,
-        }
-    )
-
-
-_PREFILL_PARAMS = msgspec.json.encode(
+_PREFILL = _around(
     {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -63,9 +67,9 @@ _PREFILL_PARAMS = msgspec.json.encode(
 )
 
 
-def prefill_params(transfer_id: str) -> msgspec.Raw:
+def prefill_params(transfer_id: bytes) -> msgspec.Raw:
     """`kv_transfer_params` of the prefill leg, of push and of pull, as JSON."""
-    return msgspec.Raw(_PREFILL_PARAMS.replace(_TRANSFER.encode(), transfer_id.encode()))
+    return msgspec.Raw(transfer_id.join(_PREFILL))
 
 
 def identity_of(params: Mapping[str, Any] | None) -> Identity | None:

@@ -27,9 +27,12 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "streams_broken": ("streams that failed after their first token", ("reason",)),
     "reloads": ("changes of the server list", ("result",)),
 }
+FROM_THE_START = (("reloads", "done"), ("reloads", "refused"), ("refused", "429"))
+"""They are there before they count: an alert on a first event needs the 0 before it."""
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "active": ("requests that the engines have", ()),
     "queued": ("requests that wait", ()),
+    "held_bytes": ("bytes of requests without an answer, and of answers that are not whole or not taken", ()),
     "server_up": ("whether a server answers", ("role", "server")),
     "server_outstanding_tokens": (
         "prompt and answer tokens that a server has to do with, as guessed",
@@ -71,6 +74,7 @@ class RouterMetrics:
     def __init__(self) -> None:
         self.gauges: dict[str, float] = dict.fromkeys((name for name, (_, labels) in GAUGES.items() if not labels), 0.0)
         self._counts: dict[tuple[str, ...], int] = {(name,): 0 for name, (_, labels) in COUNTERS.items() if not labels}
+        self._counts |= dict.fromkeys(FROM_THE_START, 0)
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self._servers: list[tuple[tuple[str, str], dict[str, float]]] = []
 

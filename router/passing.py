@@ -34,7 +34,5 @@ class Passing:
             data, self._rest = data[:whole], data[whole:]
             if len(self._rest) > HELD_BYTES:  # no stream of events
                 data, self._rest = data + self._rest, b""
-        if data:
-            self._client.write(data)
-            if self._client.full:
-                self._leg.pause()
+        if data and self._client.write(data):
+            self._leg.pause()

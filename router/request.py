@@ -108,23 +108,24 @@ def parse(path: bytes, headers: Headers, body: bytes, session_header: bytes, *, 
         elif name == b"x-request-id":
             request_id = value[:128]
     prompt = memoryview(fields.get(PATHS[path], b""))
-    answer = _whole(fields, "max_completion_tokens") or _whole(fields, "max_tokens") or ANSWER_TOKENS
-    children = max(1, min(_whole(fields, "n") or 1, 1024))
+    answer = min(_whole(fields, "max_completion_tokens") or _whole(fields, "max_tokens") or ANSWER_TOKENS, 1 << 20)
+    if "n" in fields:
+        answer *= max(1, min(_whole(fields, "n"), 1024))
     plain = ""
-    if fields.get("use_beam_search") == _TRUE:
+    if "use_beam_search" in fields and fields["use_beam_search"] == _TRUE:
         plain = "beam search"
     elif "prompt_embeds" in fields and fields["prompt_embeds"] != _NULL:
         plain = "prompt embeddings"
     if not session_text and "user" in fields:
-        session_text = _raw(fields, "user")
+        session_text = bytes(fields["user"])
         session_text = b"" if session_text in (b"null", b'""') else session_text
     return Ask(
         path,
         fields,
         passed_on(headers, _NOT_FOR_ENGINE) + b"content-type: application/json\r\n",
-        fields.get("stream") == _TRUE,
+        "stream" in fields and fields["stream"] == _TRUE,
         1 + len(prompt) // 4,
-        min(answer, 1 << 20) * children,
+        answer,
         zlib.crc32(session_text) if session_text else None,
         pieces(prompt) if prefixes else (),
         plain,
@@ -143,12 +144,9 @@ def pieces(prompt: bytes | memoryview) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _raw(fields: Mapping[str, Any], name: str) -> bytes:
-    value = fields.get(name)
-    return b"" if value is None else bytes(value)
-
-
 def _whole(fields: Mapping[str, Any], name: str) -> int:
     """A whole number, or 0 where it is none: the engine says what is wrong with it."""
-    raw = _raw(fields, name)
+    if name not in fields:
+        return 0
+    raw = bytes(fields[name])
     return int(raw) if 0 < len(raw) < 10 and raw.isdigit() else 0

@@ -173,7 +173,7 @@ SAYS: Mapping[str, str] = {
     "max_queued": "requests that wait for one of them to end; more get 429",
     "max_body_bytes": "larger requests get 413",
     "max_answer_bytes": "an answer that is not streamed is held until it is whole, up to this size",
-    "max_held_bytes": "of requests that no server has answered, and of answers that no client has taken; more get 429",
+    "max_held_bytes": "of requests without an answer, and of answers that are not whole or not taken; more get 429",
     "tls_cert": "certificate that clients are shown; with `tls_key`",
     "tls_key": "its key",
     "upstream_ca": "certificates that https:// servers are checked with, instead of the system's",

@@ -49,13 +49,15 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    def send(self, exchange: Exchange, head: bytes, body: bytes, now: float) -> None:
-        """The connection is idle. now: of the loop."""
+    def send(self, exchange: Exchange, head: bytes, body: bytes, now: float, limit_s: float | None) -> None:
+        """The connection is idle. now: of the loop. limit_s: the exchange's."""
         assert self._transport is not None
         self._exchange = exchange
         self.heard = False
         self._sent = now
         exchange.attach(self)
+        if limit_s is not None:
+            self.deadline.until(now + limit_s)
         if len(body) < 16384:
             self._transport.write(head + body)
         else:
@@ -74,7 +76,7 @@ class Connection(asyncio.Protocol):
             self.drop()
             if now is not None:
                 now.fail(UpstreamError("malformed"))
-        if exchange.flows:
+        if exchange.sink is not None and exchange.chunks:
             exchange.pour()
 
     def on_message_begin(self) -> None:
@@ -97,8 +99,13 @@ class Connection(asyncio.Protocol):
                 self._exchange.head_is_here(status)
 
     def on_body(self, data: bytes) -> None:
-        if self._exchange is not None:
-            self._exchange.take(data)
+        exchange = self._exchange
+        if exchange is None:
+            return
+        if exchange.sink is None:
+            exchange.take(data)
+        else:
+            exchange.chunks.append(data)  # `pour` follows
 
     def on_message_complete(self) -> None:
         exchange = self._exchange
@@ -180,8 +187,16 @@ class Pool:
     def connections(self) -> int:
         return len(self._all)
 
-    def start(self, head: bytes, body: bytes, on_end: Callable[[Exchange], None] | None = None) -> Exchange:
-        """Send one request. head: with the empty line behind it. Never raises; failures are the exchange's."""
+    def start(
+        self,
+        head: bytes,
+        body: bytes,
+        on_end: Callable[[Exchange], None] | None = None,
+        limit_s: float | None = None,
+    ) -> Exchange:
+        """Send one request. head: with the empty line behind it. limit_s: as in `Exchange.limit`. Never raises: what
+        fails is the exchange.
+        """
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
@@ -190,10 +205,11 @@ class Pool:
         oldest = now - self._idle_s
         while self._idle:
             connection = self._idle.pop()
-            if not connection.closing and connection.idle_since >= oldest:
-                connection.send(exchange, head, body, now)
+            if connection.idle_since >= oldest and not connection.closing:
+                connection.send(exchange, head, body, now, limit_s)
                 return exchange
             connection.drop()
+        exchange.limit(limit_s)
         task = loop.create_task(self._open(exchange, head, body))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
@@ -219,7 +235,7 @@ class Pool:
         elif connection.closing:
             exchange.fail(UpstreamError("connect", "closed at once"))
         else:
-            connection.send(exchange, head, body, loop.time())
+            connection.send(exchange, head, body, loop.time(), None)
 
     def give_back(self, connection: Connection) -> None:
         if len(self._idle) >= self._keep:

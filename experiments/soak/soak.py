@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -261,6 +262,7 @@ def main() -> int:
     if chosen.report or before >= chosen.requests:
         print(report(path))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end with it
     cluster = Cluster(kind, make_model(), folder)
     try:
         knobs = Knobs(path=chosen.path, **PATIENCE, policy=chosen.policy)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pushkv.reference.metric_names import COUNTERS, GAUGES, REASONS, TIMES
+from pushkv.reference.metric_names import COUNTERS, FROM_THE_START, GAUGES, REASONS, TIMES
+from pushkv.reference.settings import ConnectorSettings, SettingsError
 
 yaml = pytest.importorskip("yaml")
 promql_parser = pytest.importorskip("promql_parser")
@@ -104,6 +105,19 @@ def test_the_check_can_fail() -> None:
         wrong("sum by (", series)
 
 
+def test_what_alerts_at_its_first_event_is_there_before() -> None:
+    """Prometheus sees no increase in a counter that appears with its first event."""
+    shown = metrics.RouterMetrics().text().decode()
+    for name, what in FROM_THE_START:
+        shown += f'pushkv:{name}_total{{what="{what}"}} 0.0\n' if what else f"pushkv:{name}_total 0.0\n"
+    checked = 0
+    for where, expression in expressions():
+        for series in re.findall(r"increase\(([^\[]*)\[[^)]*\)\) > 0$", expression):
+            checked += where.startswith("Pushkv")
+            assert f"\n{series} 0.0\n" in shown, where
+    assert checked >= 3
+
+
 def test_quarantine_failures_and_leases_have_alerts_and_panels() -> None:
     said = " ".join(expression for _, expression in expressions())
     everything = set(connector_series()) | set(router_series())
@@ -141,8 +155,11 @@ def test_the_validation_can_fail() -> None:
 def test_the_manifests_fit_each_other() -> None:
     """Selectors, the secret, EFA, the connector's configuration, and the router's settings."""
     found = manifests()
-    secret = next(one for one in found if one["kind"] == "Secret")
-    assert len(secret["stringData"]["secret"]) >= 16
+    (secret,) = yaml.safe_load_all((DEPLOY / "secret.yaml").read_text(encoding="utf-8"))
+    kubernetes_validate.validate(secret, KUBERNETES, strict=True)
+    assert secret["metadata"]["name"] == "pushkv"
+    with pytest.raises(SettingsError, match="at least 16 characters"):  # nobody runs with a secret that all can read
+        ConnectorSettings.read({}, {"PUSHKV_SECRET": secret["stringData"]["secret"]})
     services = {one["metadata"]["name"] for one in found if one["kind"] == "Service"}
     hosts = set()
     for one in found:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+import pushkv.model.protocol as protocol
 from pushkv.model.protocol import Settings
-from pushkv.reference.metric_names import COUNTERS, GAUGES, REASONS, TIMES, Meter, Tally, label
+from pushkv.reference.metric_names import COUNTERS, FROM_THE_START, GAUGES, REASONS, TIMES, Meter, Tally, label
 from pushkv.reference.office import Office
 from pushkv.reference.ports import Address
 
@@ -98,11 +104,50 @@ def test_prometheus() -> None:
         ["model_name", "engine"],
         {0: ["m", "0"]},
     )
-    prom.observe(both.data)
     labels = {"model_name": "m", "engine": "0"}
+    for name, what in FROM_THE_START:
+        assert REGISTRY.get_sample_value(f"pushkv:{name}_total", {**labels, "what": what}) == 0
+    prom.observe(both.data)
     assert REGISTRY.get_sample_value("pushkv:bytes_sent_total", {**labels, "what": ""}) == 14
     assert REGISTRY.get_sample_value("pushkv:transfers_failed_total", {**labels, "what": "peer unreachable"}) == 4
     assert REGISTRY.get_sample_value("pushkv:peers", labels) == 3
     assert REGISTRY.get_sample_value("pushkv:wire_seconds_count", labels) == 2
     stats.reset()
     assert stats.is_empty()
+
+
+SAY = {
+    "_fail", "_end", "_end_or_register_again", "_stop", "_closed", "_remember", "link_refused", "Abort", "Aborted",
+    "Failed",
+}  # fmt: skip
+"""Who is given a reason, in the protocol and by the connector."""
+
+
+def reasons() -> Iterator[str]:
+    """What the sources give as a reason: in calls, and by names that hold one."""
+    folder = Path(protocol.__file__).parent
+    connector = Path(__file__).parents[2] / "reference"
+    for path in (*folder.glob("*.py"), connector / "decode_legs.py", connector / "prefill_legs.py"):
+        package = "pushkv.model.protocol" if path.parent == folder else "pushkv.reference"
+        names = vars(importlib.import_module(f"{package}.{path.stem}"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            found: list[ast.expr] = []
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in SAY:
+                found = list(node.args)
+            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("refusal", "reason"):
+                found = [node.value]
+            for one in found:
+                for part in ast.walk(one):
+                    said = getattr(part, "value", None)
+                    if isinstance(part, ast.Name):
+                        said = names.get(part.id)
+                    elif isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):  # of another module
+                        said = getattr(names.get(part.value.id), part.attr, None)
+                    if isinstance(said, str) and said not in ("", "fail", "cancel"):
+                        yield said
+
+
+def test_every_reason_that_the_protocol_gives_is_a_label() -> None:
+    given = set(reasons())
+    assert {"peer silent", "lease", "too many open registrations", "ended", "cache was reset"} <= given
+    assert not given - set(REASONS), "an operator would see `other`"

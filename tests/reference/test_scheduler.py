@@ -212,6 +212,34 @@ def test_a_prefill_engine_that_falls_silent(packed: bool, recompute: bool) -> No
     assert d.status is (Status.STOPPED if recompute else Status.ERROR)
 
 
+@PATHS
+def test_the_log_says_why_a_prompt_did_not_come(packed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's answer is "Internal server error", whatever the reason: under the request's name the log has it, once."""
+    pair = Pair(packed=packed, d={"recompute": False})
+    prompt = pair.prompt(21)
+    unnamed = pair.decode(prompt, params={"remote_port": "here"})
+    given_up = pair.decode(prompt, transfer_id="given up")
+    late, silent = pair.decode(prompt), pair.decode(prompt, transfer_id="never")
+    pair.prefill(prompt)
+    pair.d.abort(given_up)
+    pair.cluster.stuck = True
+    pair.steps(4)
+    pair.cluster.cut.add("P")
+    for _ in range(40):
+        pair.d.step()
+        pair.cluster.wait(0.5)
+    said: dict[str, list[tuple[str, str]]] = {one.request_id: [] for one in (unnamed, given_up, late, silent)}
+    for record in caplog.records:
+        name, peer, reason = record.args
+        said[name].append((peer, reason))
+    assert said[unnamed.request_id] == [
+        ("an engine that is not named", "remote_port is missing or not from 1 to 65535")
+    ]
+    assert said[given_up.request_id] == []
+    assert said[late.request_id] == said[silent.request_id] == [("P", "peer silent")]
+    assert unnamed.status is late.status is silent.status is Status.ERROR
+
+
 def test_a_direct_load_that_fails_unsettled_gives_its_error_at_once_and_its_blocks_later() -> None:
     pair = Pair(packed=False, d={"recompute": False})
     prompt = pair.prompt(21)

@@ -71,7 +71,7 @@ Fault = Callable[[Seen], str]
 class Mock:
     """One server. prefill_s, token_s: how long it takes. fault: asked for every request that has legs."""
 
-    FAULTS = ("close", "hang", "die after two tokens", "half an answer", "garbage", "in small pieces")
+    FAULTS = ("close", "hang", "die after two tokens", "half an answer", "garbage", "in small pieces", "stops")
 
     def __init__(self, role: str, name: str, wire: Wire, *, prefill_s: float = 0.002, token_s: float = 0.001) -> None:
         self.role, self.wire = role, wire
@@ -187,7 +187,7 @@ class Mock:
             return True
         params = seen.params
         if params.get("do_remote_decode"):
-            return await self._prefill(seen, writer)
+            return await self._prefill(seen, writer, fault)
         if params.get("do_remote_prefill"):
             named = self.wire.engines.get(params["remote_engine_id"])
             if named is None or named.side_port != params["remote_port"]:
@@ -207,7 +207,7 @@ class Mock:
         name = "decode_leg_refused_stream" if seen.body.get("stream") else "decode_leg_refused"
         await self._whole(writer, *recorded(name))
 
-    async def _prefill(self, seen: Seen, writer: asyncio.StreamWriter) -> bool:
+    async def _prefill(self, seen: Seen, writer: asyncio.StreamWriter, fault: str) -> bool:
         await asyncio.sleep(self.prefill_s)
         chat = "chat" in seen.path
         status, headers, body = recorded("prefill_leg_chat" if chat else "prefill_leg")
@@ -218,7 +218,7 @@ class Mock:
         answer["padding"] = "x" * self.padding
         event = self.wire.prefill(self.engine_id, seen.params["transfer_id"])
         event.set()
-        await self._whole(writer, status, headers, json.dumps(answer).encode())
+        await self._whole(writer, status, headers, json.dumps(answer).encode(), fault)
         return True
 
     async def _tokens(self, seen: Seen, writer: asyncio.StreamWriter, fault: str) -> bool:
@@ -240,7 +240,7 @@ class Mock:
                 writer.write(_head(status, [*headers, ("content-length", str(len(whole)))]) + whole[: len(whole) // 2])
                 await writer.drain()
                 return False
-            await self._whole(writer, status, headers, whole)
+            await self._whole(writer, status, headers, whole, fault)
             return True
         status, headers, body = recorded("chat_stream" if chat else "completion_stream")
         events = [event for event in body.decode().split("\n\n") if event]
@@ -273,9 +273,15 @@ class Mock:
         return True
 
     async def _whole(
-        self, writer: asyncio.StreamWriter, status: int, headers: list[tuple[str, str]], body: bytes
+        self, writer: asyncio.StreamWriter, status: int, headers: list[tuple[str, str]], body: bytes, fault: str = ""
     ) -> None:
-        writer.write(_head(status, [*headers, ("content-length", str(len(body)))]) + body)
+        if fault == "stops":
+            body += b" " * self.padding
+        head = _head(status, [*headers, ("content-length", str(len(body)))])
+        if fault == "stops":
+            writer.write(head + body[:-1])
+            await asyncio.sleep(3600)
+        writer.write(head + body)
         await writer.drain()
 
 

@@ -90,20 +90,20 @@ def test_stale_connections_are_believed_twice_and_then_another_server_is_asked()
 
 def test_p_fails_in_the_moment_of_the_first_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event is here, its reader has not run yet: it must not become the beginning of an answer."""
-    take, done = Exchange.take, []
+    on_body, done = Connection.on_body, []
+
+    def body(connection: Connection, data: bytes) -> None:
+        on_body(connection, data)
+        if not done and b"data: " in data:
+            done.append(connection)
+            (attempt,) = attempts
+            attempt.legs["prefill"].complete, attempt.legs["prefill"].error = False, UpstreamError("closed")
+            attempt._prefill_ended(attempt.legs["prefill"])
+
+    monkeypatch.setattr(Connection, "on_body", body)
 
     async def go() -> None:
         async with stack(2, 2) as s:
-
-            def body(exchange: Exchange, data: bytes) -> None:
-                take(exchange, data)
-                if not done and b"data: " in data:
-                    done.append(exchange)
-                    (attempt,) = attempts
-                    attempt.legs["prefill"].complete, attempt.legs["prefill"].error = False, UpstreamError("closed")
-                    attempt._prefill_ended(attempt.legs["prefill"])
-
-            monkeypatch.setattr(Exchange, "take", body)
             reply = await s.ask("x", stream=True)
             assert done and (reply.status, reply.text, reply.error) == (200, expected("x"), None)
             assert await s.metric("retries_total") == 1
@@ -154,10 +154,10 @@ def test_a_client_that_leaves_between_the_legs(monkeypatch: pytest.MonkeyPatch) 
         async with stack(dispatch="sequential") as s:
             asking = asyncio.create_task(s.ask("x"))
             await until(lambda: bool(s.prefill[0].seen) and s.router.gate.active == 0)
-            await idle(s)
-            assert not s.decode[0].seen and await s.metric("clients_gone_total") == 1
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
+            await idle(s)
+            assert not s.decode[0].seen and await s.metric("clients_gone_total") == 1
 
     play(go())
 

@@ -52,12 +52,36 @@ def test_bodies_in_memory_are_bounded_together(declared: bool) -> None:
                     s, CHUNKED + b"\r\n" + b"".join(b"2710\r\n%b\r\n" % (b"y" * 10_000) for _ in range(10))
                 )
             assert b" 429 " in head and b"retry-after: 1" in head
-            assert s.service.application.downstream.held_bytes < 250_000
+            assert s.router.held.bytes < 250_000
             stuck.cancel()
             await idle(s)
-            await until(lambda: s.service.application.downstream.held_bytes == 0)
+            await until(lambda: s.router.held.bytes == 0)
             s.prefill[0].prefill_s = 0.0
             assert (await s.post("/v1/completions", big)).status == 200
+
+    play(go())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"prompt": ["x", "y"]}], ids=["one", "n", "prompts"])
+def test_answers_that_are_not_whole_yet_count_as_held(role: str, more: dict[str, object]) -> None:
+    async def go() -> None:
+        async with stack(max_held_bytes=120_000) as s:
+            server, other = s.prefill[0], s.decode[0]
+            if role == "decode":
+                server, other = other, server
+            server.padding = 120_000
+            server.fault = lambda _: "stops"
+            other.fault = lambda _: "hang" if role == "prefill" else ""
+            asking = asyncio.create_task(s.ask(**{"prompt": "x", **more}))
+            await until(lambda: s.router.held.bytes > 120_000)
+            server.fault = other.fault = lambda _: ""
+            assert (await s.ask("another")).status == 429
+            asking.cancel()
+            await idle(s)
+            await until(lambda: s.router.held.bytes == 0)
+            assert (await s.ask("another")).status == 200
+            assert s.router.held.bytes == 0
 
     play(go())
 

@@ -19,6 +19,7 @@ async def idle(s: Stack) -> None:
     for fleet in (s.router.prefill, s.router.decode):
         for server in fleet:
             await until(lambda fleet=fleet, server=server: fleet.outstanding(server) == 0)  # type: ignore[misc]
+    await until(lambda: s.router.held.bytes == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
