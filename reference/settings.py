@@ -294,7 +294,7 @@ class ConnectorSettings:
 
 
 def table() -> str:
-    """All settings as a Markdown table, for the README."""
+    """All settings as a Markdown table, for `docs/settings.md`."""
     rows = ["| setting | environment | default | meaning |", "|---|---|---|---|"]
     for f in dataclasses.fields(ConnectorSettings):
         default = f.metadata["shown"] or ("not set" if f.default is None else str(f.default))

@@ -35,7 +35,7 @@ from e2e.dispatch import Answer, Client, for_decode, for_prefill, fresh, words
 from e2e.faults import SHORT
 from e2e.kinds import KINDS, Knobs
 from e2e.model import make_model
-from e2e.servers import Server, start_all
+from e2e.servers import Server, Spec, start_all
 
 HERE = Path(__file__).parent
 BOUND_S = 45.0
@@ -51,8 +51,9 @@ LONGEST = 640
 """Tokens of prompt and answer that one server allows."""
 WARM_S = 60.0
 GROWTH_MIB = 100.0
-"""From ``WARM_S`` after a server's start on, its resident memory may grow by so much, or as much as the plain server's:
-vLLM's CPU kernels keep something for every new size of a batch."""
+"""From ``WARM_S`` after a server's start on, its resident memory may grow by so much, or as much as the plain server's,
+or by so much more than in the same run without a connector: vLLM's CPU kernels keep something for every new size of a
+batch."""
 
 
 @dataclass(slots=True)
@@ -66,8 +67,8 @@ class Totals:
     wrong: int = 0
     silent: int = 0
     stuck: int = 0
-    rss_mib: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """Of each start of a server: (seconds since the piece began, MiB)."""
+    rss_mib: dict[str, list[tuple[float, int, float]]] = field(default_factory=dict)
+    """Of each start of a server: (seconds since the piece began, requests, MiB)."""
 
     @property
     def bad(self) -> int:
@@ -77,11 +78,12 @@ class Totals:
 class Soak:
     """One run."""
 
-    def __init__(self, cluster: Cluster, pair: Pair, draw: random.Random, kill_every: int) -> None:
+    def __init__(self, cluster: Cluster, pair: Pair, draw: random.Random, kill_every: int, alone: bool) -> None:
         self.cluster = cluster
         self.pair = pair
         self.draw = draw
         self.kill_every = kill_every
+        self.alone = alone  # no connector: each server computes what it is asked
         self.totals = Totals()
         self._began = time.monotonic()
 
@@ -91,10 +93,10 @@ class Soak:
         prompt, tokens, tid = words(20 + 13 * index, 5000 + index), self.draw.choice(TOKENS), fresh()
         fate = self.draw.choices(("none", "decode", "prefill", "both", "no prefill"), (16, 2, 2, 1, 1))[0]
         delay_s, after_s = self.draw.uniform(0, 0.4), self.draw.uniform(0, 0.6)
-        params = for_decode(self.pair.prefill, tid)
+        params, sends = (None, None) if self.alone else (for_decode(self.pair.prefill, tid), for_prefill(tid))
         legs = {"decode": client.complete(self.pair.decode, prompt, tokens, params, request_id=tid)}
         if fate != "no prefill":
-            legs["prefill"] = client.complete(self.pair.prefill, prompt, 1, for_prefill(tid), request_id=tid)
+            legs["prefill"] = client.complete(self.pair.prefill, prompt, 1, sends, request_id=tid)
         await asyncio.sleep(delay_s)
         tasks = {name: asyncio.create_task(leg) for name, leg in legs.items()}
         self.totals.requests += 1
@@ -153,15 +155,16 @@ class Soak:
     def _note_memory(self, server: Server) -> None:
         """By start of the server: a restarted one begins anew."""
         seen = self.totals.rss_mib.setdefault(f"{server.name}.{server.starts}", [])
-        seen.append((round(time.monotonic() - self._began, 1), round(server.rss_mib(), 1)))
+        at_s = round(time.monotonic() - self._began, 1)
+        seen.append((at_s, self.totals.requests, round(server.rss_mib(), 1)))
 
-    def growth(self) -> dict[str, float]:
-        """Resident memory at the end above that when warm, per start of a server that lived long enough, in MiB."""
+    def warm(self) -> dict[str, list[tuple[int, float]]]:
+        """(requests, MiB) of each start of a server that lived long enough, when warm and at the end."""
         found = {}
         for name, seen in self.totals.rss_mib.items():
-            warm = [mib for at, mib in seen if at - seen[0][0] >= WARM_S]
+            warm = [(requests, mib) for at, requests, mib in seen if at - seen[0][0] >= WARM_S]
             if len(warm) > 1:
-                found[name] = round(warm[-1] - warm[0], 1)
+                found[name] = [warm[0], warm[-1]]
         return found
 
 
@@ -174,7 +177,7 @@ async def run(soak: Soak, chosen: argparse.Namespace, before: int, log: TextIO) 
         number += 1
         row: dict[str, Any] = {"round": number, "s": round(time.monotonic() - began, 1)}
         row |= _counts(totals)
-        row["rss_mib"] = {name: seen[-1][1] for name, seen in totals.rss_mib.items() if name in soak_names(soak)}
+        row["rss_mib"] = {name: seen[-1][2] for name, seen in totals.rss_mib.items() if name in soak_names(soak)}
         print(json.dumps(row), file=log, flush=True)
         print(
             f"\r{row['s']:7.0f} s  {before + totals.requests} requests, here {totals.right} right, "
@@ -184,9 +187,13 @@ async def run(soak: Soak, chosen: argparse.Namespace, before: int, log: TextIO) 
         )
     print(file=sys.stderr)
     soak.count_preemptions(*soak.pair.servers)
-    growth = soak.growth()
-    allowed = max(GROWTH_MIB, *(grown for name, grown in growth.items() if name.startswith("plain")), 0.0)
-    bad = totals.bad or any(grown > allowed for grown in growth.values())
+    warm = soak.warm()
+    growth = {name: round(last - first, 1) for name, ((_, first), (_, last)) in warm.items()}
+    plain = max([grown for name, grown in growth.items() if name.startswith("plain")], default=0.0)
+    bad = totals.bad or any(
+        growth[name] > max(GROWTH_MIB, plain, GROWTH_MIB + without(chosen.seed, name, begun, ended))
+        for name, ((begun, _), (ended, _)) in warm.items()
+    )
     verdict = {"verdict": "bad" if bad else "good", "growth_mib": growth, **_counts(totals)}
     print(json.dumps(verdict), file=log, flush=True)
     print(json.dumps(verdict))
@@ -208,6 +215,30 @@ def pieces_of(path: Path) -> list[dict[str, Any]]:
         return []
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [row for row in rows if "verdict" in row]
+
+
+def memory(path: Path, name: str) -> list[tuple[int, float]]:
+    """(requests, MiB) of one start of a server, by the first piece of a log."""
+    found: list[tuple[int, float]] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        row = json.loads(line)
+        if "verdict" in row:
+            break
+        if name in row.get("rss_mib", {}):
+            found.append((row["requests"], row["rss_mib"][name]))
+    return found
+
+
+def without(seed: int, name: str, begun: int, ended: int) -> float:
+    """What this server grew by without a connector from one count of requests to another, in MiB; 0: no such run."""
+    seen = memory(log_of(seed), name)
+    last = [mib for requests, mib in seen if requests <= ended]
+    first = [mib for requests, mib in seen if requests >= begun]
+    return last[-1] - first[0] if last and first else 0.0
+
+
+def log_of(seed: int, what: str = "none") -> Path:
+    return HERE / "results" / f"{what}-seed{seed}.jsonl"
 
 
 def report(path: Path) -> str:
@@ -242,7 +273,10 @@ def circumstances(chosen: argparse.Namespace, piece: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--connector", choices=sorted(KINDS), default="pushkv")
+    parser.add_argument(
+        "--connector", choices=[*sorted(KINDS), "none"], default="pushkv",
+        help="none: two plain servers, each of which computes all that it is asked; for their resident memory",
+    )  # fmt: skip
     parser.add_argument("--path", choices=("packed", "direct"), default="packed")
     parser.add_argument("--requests", type=int, default=2000, help="of all pieces together")
     parser.add_argument("--minutes", type=float, default=60.0, help="this piece ends after so long")
@@ -254,9 +288,10 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="run nothing; say what the log of this seed holds")
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="pushkv-soak-"))
-    kind = KINDS[chosen.connector]
+    alone = chosen.connector == "none"
+    kind = KINDS["pushkv" if alone else chosen.connector]
     (HERE / "results").mkdir(exist_ok=True)
-    path = HERE / "results" / f"{kind.name}-{chosen.path}-{chosen.policy}-seed{chosen.seed}.jsonl"
+    path = log_of(chosen.seed, "none" if alone else f"{kind.name}-{chosen.path}-{chosen.policy}")
     pieces = pieces_of(path)
     before = sum(piece["requests"] for piece in pieces)
     if chosen.report or before >= chosen.requests:
@@ -264,15 +299,24 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end with it
     cluster = Cluster(kind, make_model(), folder)
+    plain: list[Server] = []
     try:
         knobs = Knobs(path=chosen.path, **PATIENCE, policy=chosen.policy)
         start_all(cluster.oracle.server)
-        pair = cluster.pair(knobs, blocks=chosen.blocks, max_tokens=LONGEST, batch_tokens=256)
+        small: dict[str, Any] = {"blocks": chosen.blocks, "max_tokens": LONGEST, "batch_tokens": 256}
+        if alone:
+            plain = [Server(Spec(name, cluster.model, folder, **small)) for name in ("P", "D")]
+            start_all(*plain)
+            pair = Pair(plain[0], plain[1], cluster.oracle)
+        else:
+            pair = cluster.pair(knobs, **small)
         with open(path, "a", encoding="utf-8") as log:
             print(json.dumps(circumstances(chosen, len(pieces))), file=log, flush=True)
-            soak = Soak(cluster, pair, random.Random(f"{chosen.seed}.{len(pieces)}"), chosen.kill_every)
+            soak = Soak(cluster, pair, random.Random(f"{chosen.seed}.{len(pieces)}"), chosen.kill_every, alone)
             return asyncio.run(run(soak, chosen, before, log))
     finally:
+        for server in plain:
+            server.kill()
         cluster.close()
 
 

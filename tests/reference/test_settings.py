@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,3 +96,12 @@ def test_the_table_has_all_of_them() -> None:
         assert field.metadata["says"]
         if isinstance(field.default, float):
             assert field.metadata["unit"] == "s" or field.name.endswith("_share")
+
+
+def test_the_table_in_the_docs_is_what_the_command_prints() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert table() in docs, "python -m pushkv.reference.settings prints the table"
+    printed = subprocess.run(
+        [sys.executable, "-m", "pushkv.reference.settings"], capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.strip() == table()
