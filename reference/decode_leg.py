@@ -35,8 +35,8 @@ class Books(enum.Enum):
 
 class Leg:
     __slots__ = (
-        "asked_from", "base", "blocks", "books", "kept", "length", "request", "request_id", "starved", "state",
-        "steps_back", "tokens", "unwanted", "useful",
+        "asked_from", "base", "blocks", "books", "kept", "length", "peer", "request", "request_id", "starved",
+        "state", "steps_back", "tokens", "unwanted", "useful",
     )  # fmt: skip
 
     def __init__(self, request_id: str, prompt: int, length: int, tokens: int) -> None:
@@ -49,6 +49,7 @@ class Leg:
         self.state = State.NEW
         self.books = Books.UNTOLD
         self.request: RequestLike | None = None  # until the office is told of it
+        self.peer: object = None  # whom the request names, for the log
         self.starved = self.steps_back = False
         self.unwanted = False  # the books are to be closed whatever comes
         self.blocks: Any = None  # vLLM's `KVCacheBlocks`

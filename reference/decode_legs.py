@@ -225,7 +225,7 @@ class DecodeLegs:
         if leg.state is State.HOLDING:
             leg.books = Books.FAILED  # Free follows, now or when it is settled
             if not leg.unwanted:
-                self._say(leg, news.reason)
+                self._log(leg, news.reason)
                 self._report_failed(leg)
                 if self._rules.recompute and not news.settled and self.pool is not None:
                     self._keep(leg)
@@ -288,6 +288,7 @@ class DecodeLegs:
         """The first word about it; with none needed, no way for them has to be chosen."""
         request, leg.request = leg.request, None
         assert request is not None and request.kv_transfer_params is not None
+        leg.peer = request.kv_transfer_params.get("remote_engine_id")
         identity = partial(identify, request, randomized=self._rules.randomized_ids)
         packed = None if tokens else True
         self._say(Wanted(leg.request_id, identity, request.kv_transfer_params, tokens, leg.tokens, packed))
@@ -312,11 +313,11 @@ class DecodeLegs:
     def _lost(self, leg: Leg, reason: str) -> None:
         leg.state = State.FAILED
         self._count(f"loads_lost:{label(reason)}")
-        self._say(leg, reason)
+        self._log(leg, reason)
 
-    def _say(self, leg: Leg, reason: str) -> None:
+    def _log(self, leg: Leg, reason: str) -> None:
         """vLLM has one sentence for all failed loads; why it was this one stands in the log."""
-        peer = leg.peer.engine_id if leg.peer is not None else "an engine that is not named"
+        peer = "an engine that is not named" if leg.peer is None else repr(leg.peer)[:200]
         log.warning("the prompt of %s does not come from %s: %s", leg.request_id, peer, reason[:200])
 
     def _close(self, leg: Leg) -> None:

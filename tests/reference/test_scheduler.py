@@ -232,11 +232,9 @@ def test_the_log_says_why_a_prompt_did_not_come(packed: bool, caplog: pytest.Log
     for record in caplog.records:
         name, peer, reason = record.args
         said[name].append((peer, reason))
-    assert said[unnamed.request_id] == [
-        ("an engine that is not named", "remote_port is missing or not from 1 to 65535")
-    ]
+    assert said[unnamed.request_id] == [("'P'", "remote_port is missing or not from 1 to 65535")]
     assert said[given_up.request_id] == []
-    assert said[late.request_id] == said[silent.request_id] == [("P", "peer silent")]
+    assert said[late.request_id] == said[silent.request_id] == [("'P'", "peer silent")]
     assert unnamed.status is late.status is silent.status is Status.ERROR
 
 
