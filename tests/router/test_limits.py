@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pushkv.router.attempt import Attempt
 from pushkv.router.exchange import Exchange
 from pushkv.router.request import Refusal, parse
+from pushkv.router.upstream import Connection
 
 from .stack import expected, play, stack, until
 
@@ -115,6 +116,9 @@ def test_memory_does_not_grow_with_requests() -> None:
     play(go())
 
 
+KINDS = (Attempt, Exchange, Connection)
+
+
 @pytest.mark.parametrize("dispatch", ["parallel", "sequential"])
 def test_what_fails_leaves_nothing_to_the_collector(dispatch: str) -> None:
     """An error holds the frames that it went through: held by what they hold, it stays until the collector runs, which
@@ -134,10 +138,10 @@ def test_what_fails_leaves_nothing_to_the_collector(dispatch: str) -> None:
                     assert (await s.ask("x", stream=n % 2 == 0)).status >= 500
                     await s.http.get(s.url + "/v1/models")
                     await asyncio.sleep(0.02)
-                left = Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, Exchange | Attempt))
+                left = Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, KINDS))
             finally:
                 gc.enable()
-            assert left["Exchange"] < 12 and left["Attempt"] < 6, left
+            assert left["Exchange"] < 12 and left["Attempt"] < 6 and left["Connection"] < 40, left
 
     play(go())
 
