@@ -204,6 +204,12 @@ class Attempt:
 
         leg.on_end = ended
 
+    def let_go(self) -> None:
+        """Of the errors that ended it, when they have been dealt with."""
+        self._prefill_error = self._ended = None
+        for leg in self.legs.values():
+            leg.let_go()
+
     def release(self) -> None:
         """The policies gave tokens to both servers; a leg gives them back when it ends, so do legs that never began."""
         if "prefill" not in self.legs:

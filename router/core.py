@@ -83,6 +83,7 @@ class Router:
             if attempt is None:
                 self.gate.leave()
             else:
+                attempt.let_go()
                 attempt.when_over(self.gate.leave)
 
     async def _queue(self, client: Client, before: float) -> None:
@@ -132,6 +133,7 @@ class Router:
                 return attempt
             except Failed as failed:
                 attempt.end()
+                attempt.let_go()
                 same = failed.same
                 if failed.reason == "stale" and stale:
                     stale -= 1
@@ -151,6 +153,7 @@ class Router:
                 attempt = None
             except BaseException:
                 attempt.end()
+                attempt.let_go()
                 raise
 
     def _answer(self, attempt: Attempt, client: Client, first: bytes, last: bool) -> None:
@@ -262,6 +265,7 @@ class Router:
                         break
             finally:
                 leg.abort()
+                leg.let_go()
                 self.decode.finished(server, 1)
         raise Refusal(503, "no server could answer", "upstream_error", 1)
 

@@ -77,6 +77,13 @@ class Exchange:
     def ended(self) -> bool:
         return self.complete or self.error is not None
 
+    def let_go(self) -> None:
+        """Whoever was told of `error` has dealt with it: it must not hold the frames that it went through, which hold
+        this.
+        """
+        if self.error is not None:
+            self.error.__traceback__ = self.error.__context__ = None
+
     async def stirs(self) -> None:
         """Returns at the next thing that happens, or at `wake`."""
         await self._wait()

@@ -183,6 +183,7 @@ class HealthChecks:
             await exchange.head()
             await exchange.whole(1 << 20)
             well = exchange.status == 200
+        exchange.let_go()
         reason = exchange.error.reason if isinstance(exchange.error, UpstreamError) else ""
         if well:
             fleet.found(server)

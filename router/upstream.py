@@ -38,16 +38,17 @@ class Connection(asyncio.Protocol):
         self._pool = pool
         self._exchange: Exchange | None = None
         self._transport: asyncio.Transport | None = None
-        self._parser: Any = httptools.HttpResponseParser(self)
+        self._parser: Any = None
         self._paused = False
         self.loop = asyncio.get_running_loop()
-        self.deadline = Deadline(self.loop, self._late)
         self.heard = self.used = False
         self._sent = 0.0
         self.idle_since = self.loop.time()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._parser = httptools.HttpResponseParser(self)  # both hold this: not before, for some are never made
+        self.deadline = Deadline(self.loop, self._late)
 
     def send(self, exchange: Exchange, head: bytes, body: bytes, now: float, limit_s: float | None) -> None:
         """The connection is idle. now: of the loop. limit_s: the exchange's."""

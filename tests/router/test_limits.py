@@ -8,12 +8,16 @@ import json
 import logging
 import random
 import re
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pushkv.router.attempt import Attempt
+from pushkv.router.exchange import Exchange
 from pushkv.router.request import Refusal, parse
+from pushkv.router.upstream import Connection
 
 from .stack import expected, play, stack, until
 
@@ -108,6 +112,36 @@ def test_memory_does_not_grow_with_requests() -> None:
             await some(200)
             first = await some(50)
             assert await some(250) - first < 150
+
+    play(go())
+
+
+KINDS = (Attempt, Exchange, Connection)
+
+
+@pytest.mark.parametrize("dispatch", ["parallel", "sequential"])
+def test_what_fails_leaves_nothing_to_the_collector(dispatch: str) -> None:
+    """An error holds the frames that it went through: held by what they hold, it stays until the collector runs, which
+    is seldom.
+    """
+
+    async def go() -> None:
+        async with stack(2, 2, dispatch=dispatch, health_every_s=0.02) as s:
+            assert (await s.ask("x")).status == 200
+            await s.prefill[0].kill()
+            await s.decode[0].kill()
+            s.decode[1].fault = s.prefill[1].fault = lambda _: "close"
+            gc.collect()
+            gc.disable()
+            try:
+                for n in range(20):
+                    assert (await s.ask("x", stream=n % 2 == 0)).status >= 500
+                    await s.http.get(s.url + "/v1/models")
+                    await asyncio.sleep(0.02)
+                left = Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, KINDS))
+            finally:
+                gc.enable()
+            assert left["Exchange"] < 12 and left["Attempt"] < 6 and left["Connection"] < 40, left
 
     play(go())
 
