@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -94,6 +95,9 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         open_office = opener_of_offices()
         self._scheduler = SchedulerSide(open_office(sized(self._setup, cards), cards, alone), rules)
         self._scheduler.decode.pool = self._pool
+        self.__dict__.update(  # asked most: nothing stands between vLLM and the answer
+            on_new_request=self._scheduler.on_new_request, get_num_new_matched_tokens=self._scheduler.matched_tokens
+        )
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._pool = gpu_block_pool
@@ -104,10 +108,10 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def on_new_request(self, request: Any) -> None:
-        (self._scheduler or self._side()).on_new_request(request)
+        self._side().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return (self._scheduler or self._side()).matched_tokens(request, num_computed_tokens)
+        return self._side().matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         (self._scheduler or self._side()).allocated(request, blocks, num_external_tokens)
@@ -138,6 +142,12 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         groups = versions.transferred_groups(self._kv_cache_config)
         return tuple(range(len(self._kv_cache_config.kv_cache_groups))) if groups is None else groups
+
+    def take_events(self) -> Iterable[Any]:
+        """Not for events: when vLLM has looked at all of a step's output."""
+        if self._scheduler is not None:
+            self._scheduler.over()
+        return ()
 
     def has_pending_push_work(self) -> bool:
         """vLLM asks when nothing else keeps the engine from sleeping."""

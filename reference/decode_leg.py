@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, Final
 
-from pushkv.reference.identity import Identity
-from pushkv.reference.ports import Address
+from pushkv.reference.identity import RequestLike
 
 
 class State(enum.Enum):
@@ -18,6 +17,10 @@ class State(enum.Enum):
     FAILED = "failed"
     FAILING = "failing"
     DONE = "done"
+
+
+WAITING: Final = State.WAITING
+"""Asked for most: a look-up less."""
 
 
 class Books(enum.Enum):
@@ -32,23 +35,21 @@ class Books(enum.Enum):
 
 class Leg:
     __slots__ = (
-        "asked_from", "base", "blocks", "books", "direct", "identity", "kept", "length", "peer", "reason",
-        "request_id", "starved", "state", "steps_back", "tokens", "unwanted", "useful",
+        "asked_from", "base", "blocks", "books", "kept", "length", "request", "request_id", "starved", "state",
+        "steps_back", "tokens", "unwanted", "useful",
     )  # fmt: skip
 
     def __init__(self, request_id: str, prompt: int, length: int, tokens: int) -> None:
         self.request_id = request_id
         self.length = length  # tokens of the prompt that move
-        self.useful = min(length, prompt - 1)  # that spare work: its last token is computed here in any case
+        self.useful = length if length < prompt else prompt - 1  # that spare work: its last token is computed here
         self.tokens = tokens  # the same, rounded up to what the layout can move
         self.base = 0  # the first token that was asked for
         self.asked_from = 0  # tokens that were computed here when vLLM was last answered
         self.state = State.NEW
         self.books = Books.UNTOLD
-        self.identity: Identity | None = None
-        self.peer: Address | None = None
-        self.direct = self.starved = self.steps_back = False
+        self.request: RequestLike | None = None  # until the office is told of it
+        self.starved = self.steps_back = False
         self.unwanted = False  # the books are to be closed whatever comes
         self.blocks: Any = None  # vLLM's `KVCacheBlocks`
         self.kept: list[Any] = []  # those of them that we keep from others
-        self.reason = ""

@@ -23,9 +23,9 @@ from typing import Any
 from pushkv.model.protocol import events as ev
 from pushkv.reference.decode_leg import Books, Leg, State
 from pushkv.reference.handles import AMBIGUOUS
-from pushkv.reference.identity import IdentityError, RequestLike, address_of, identify
+from pushkv.reference.identity import RequestLike, identify
 from pushkv.reference.metric_names import label
-from pushkv.reference.ports import BlockIds, Load, Office, StepOrders
+from pushkv.reference.ports import BlockIds, Load, Office, StepOrders, Wanted
 from pushkv.reference.rules import Rules
 
 Answer = tuple[int | None, bool]
@@ -37,7 +37,8 @@ class DecodeLegs:
     """All of one engine. Every call is O(1) in the prompt. What the office is told of is a request id: its handle."""
 
     def __init__(self, office: Office, rules: Rules, counters: dict[str, float]) -> None:
-        self._office = office
+        self._key = office.key
+        self._say = office.inbox.append
         self._rules = rules
         self._counters = counters
         self.legs: dict[str, Leg] = {}  # by request id, while vLLM has the request
@@ -84,21 +85,13 @@ class DecodeLegs:
         if not length:
             return
         leg = self.legs[request.request_id] = Leg(request.request_id, prompt, length, self._rules.rounded(length))
-        params = request.kv_transfer_params
-        assert params is not None
-        try:
-            if not self._rules.receive:
-                raise IdentityError("kv_role of this engine is kv_producer")
-            identity = identify(request, randomized=self._rules.randomized_ids)
-            leg.peer = address_of(params)
-            if request.request_id in self._booked:  # an id that comes again
-                raise IdentityError(AMBIGUOUS)
-        except IdentityError as error:
-            self._count("requests_refused:identity")
-            self._lost(leg, str(error))
-            return
-        leg.identity = identity
-        self._booked[request.request_id] = self._unasked[request.request_id] = leg
+        if not self._rules.receive:
+            self._refuse(leg, "kv_role of this engine is kv_producer")
+        elif request.request_id in self._booked:  # an id that comes again
+            self._refuse(leg, AMBIGUOUS)
+        else:
+            leg.request = request
+            self._booked[request.request_id] = self._unasked[request.request_id] = leg
 
     def matched(self, leg: Leg, computed: int) -> Answer:
         """How many tokens can be loaded beyond the `computed` ones; None: ask again later. Not for WAITING."""
@@ -153,8 +146,7 @@ class DecodeLegs:
         elif state is State.ADMITTED:
             leg.state = State.HOLDING
             self._held += 1
-            self._office.blocks(leg.request_id, partial(self._ids, leg))
-            self._office.tell(ev.Allocated(leg.request_id, leg.request_id))
+            self._say(ev.Allocated(leg.request_id, partial(self._ids, leg)))
         elif state is State.FAILED:
             leg.state = State.FAILING
             self._report_failed(leg)
@@ -169,7 +161,7 @@ class DecodeLegs:
         if leg.state is State.HOLDING:
             if leg.books is Books.OPEN:
                 leg.unwanted = True
-                self._office.tell(ev.Aborted(leg.request_id))
+                self._say(ev.Aborted(leg.request_id))
             return  # the report comes with the memory
         self._drop(leg, "aborted")
 
@@ -184,7 +176,7 @@ class DecodeLegs:
             leg.steps_back = True
             if leg.state is State.ADMITTED and not computes and not leg.starved:
                 leg.starved = True
-                self._office.tell(ev.Starved(leg.request_id))
+                self._say(ev.Starved(leg.request_id))
         self._hungry.clear()
         if self._loading:
             self._load(() if output is None else output.scheduled_new_reqs, out)
@@ -218,13 +210,13 @@ class DecodeLegs:
             if leg.state is State.HOLDING:
                 self._settle(leg)
         elif leg.state is State.HOLDING:
-            self._office.tell(ev.Loaded(leg.request_id))
+            self._say(ev.Loaded(leg.request_id))
             self._close(leg)
             self._settle(leg)
         elif leg.state is State.WAITING:
             leg.books, leg.state = Books.READY, State.READY
         else:  # a dismissal has gone through
-            self._office.tell(ev.Loaded(leg.request_id))
+            self._say(ev.Loaded(leg.request_id))
             self._close(leg)
 
     def _fail(self, leg: Leg, news: Any) -> None:
@@ -279,38 +271,43 @@ class DecodeLegs:
 
     def _arrive(self, leg: Leg, computed: int) -> None:
         self._unasked.pop(leg.request_id, None)
-        assert leg.peer is not None
         leg.base = computed
         leg.state, leg.books = State.WAITING, Books.OPEN
-        assert leg.identity is not None
-        self._office.identify(leg.request_id, leg.identity, False)
-        packed = self._office.arrive(leg.request_id, leg.peer, leg.tokens - computed, leg.tokens, None)
-        leg.direct = not packed
+        self._tell(leg, leg.tokens - computed)
 
     def _dismiss(self, leg: Leg) -> None:
         """Nothing is needed of a transfer that was never registered: P is told, so that it can let go."""
         self._unasked.pop(leg.request_id, None)
-        assert leg.peer is not None
         leg.state, leg.books = State.DONE, Books.OPEN
-        assert leg.identity is not None
-        self._office.identify(leg.request_id, leg.identity, False)
-        self._office.arrive(leg.request_id, leg.peer, 0, leg.tokens, True)
+        self._tell(leg, 0)
+
+    def _tell(self, leg: Leg, tokens: int) -> None:
+        """The first word about it; with none needed, no way for them has to be chosen."""
+        request, leg.request = leg.request, None
+        assert request is not None and request.kv_transfer_params is not None
+        identity = partial(identify, request, randomized=self._rules.randomized_ids)
+        packed = None if tokens else True
+        self._say(Wanted(leg.request_id, identity, request.kv_transfer_params, tokens, leg.tokens, packed))
 
     def _drop(self, leg: Leg, reason: str) -> None:
         """The transfer is not wanted any more; the request is computed here, or gone. Not for HOLDING."""
         self._hungry.pop(leg.request_id, None)
-        if leg.books is Books.UNTOLD and leg.identity is not None:
+        if leg.request is not None:
             self._dismiss(leg)
         elif leg.books is Books.OPEN:
             leg.unwanted = True
-            self._office.tell(ev.Aborted(leg.request_id, reason))
+            self._say(ev.Aborted(leg.request_id, reason))
         elif leg.books is Books.READY:
-            self._office.tell(ev.Loaded(leg.request_id))
+            self._say(ev.Loaded(leg.request_id))
             self._close(leg)
         leg.state = State.DONE
 
+    def _refuse(self, leg: Leg, reason: str) -> None:
+        self._count("requests_refused:identity")
+        self._lost(leg, reason)
+
     def _lost(self, leg: Leg, reason: str) -> None:
-        leg.state, leg.reason = State.FAILED, reason
+        leg.state = State.FAILED
         self._count(f"loads_lost:{label(reason)}")
 
     def _close(self, leg: Leg) -> None:
@@ -345,7 +342,7 @@ class DecodeLegs:
         for leg in self._loading:
             name, table = leg.request_id, tables.get(leg.request_id)
             blocks = self._ids(leg) if table is None else self._rules.select(table)
-            out.load.append(Load(name, self._office.key(name), blocks, leg.asked_from, leg.tokens))
+            out.load.append(Load(name, self._key(name), blocks, leg.asked_from, leg.tokens))
             leg.blocks = None
         self._loading.clear()
 

@@ -17,6 +17,7 @@ import msgspec
 
 from pushkv.model.protocol import events as ev
 from pushkv.reference.identity import Identity, IdentityError
+from pushkv.reference.ports import Complete
 
 AMBIGUOUS = "another live request has the same transfer id"
 
@@ -69,7 +70,7 @@ class Handles:
         its prompt has ended: until then the request is served as if nobody wanted its cache.
         """
         handle = word.transfer_id
-        if isinstance(word, ev.Abort) or (isinstance(word, ev.Computed) and word.final):
+        if isinstance(word, (ev.Abort, Complete)):
             _, why = self._refused.pop(handle)
             return ev.Finished(handle, False, why), ev.Release(handle)
         return ()

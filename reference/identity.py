@@ -79,15 +79,15 @@ def name_of(request_id: str, *, randomized: bool = True) -> RequestName:
 class Identity(msgspec.Struct, frozen=True):
     """One end of a transfer, as its request was taken down; what takes time is worked out later, on another thread.
 
-    request_id: vLLM's. given: the router's transfer id, None without one. randomized: vLLM has added its suffix.
-    decides: what decides, beside the tokens, what is in the cache (LoRA request, cache salt, multi-modal features), as
-    vLLM has it. tokens: vLLM's own list, of which the first `count` and `tail` after them make the prompt.
+    given: the router's transfer id, None without one. randomized: vLLM has added its suffix. request: vLLM's, of which
+    is read what decides, beside the tokens, what is in the cache (LoRA request, cache salt, multi-modal features).
+    tokens: vLLM's own list, of which the first `count` and `tail` after them make the prompt.
     """
 
     request_id: str
     given: str | None
     randomized: bool
-    decides: tuple[Any, Any, Any]
+    request: RequestLike
     tokens: list[int]
     count: int
     tail: tuple[int, ...] = ()
@@ -116,7 +116,9 @@ class Identity(msgspec.Struct, frozen=True):
 
     def digest(self) -> str:
         """16 hexadecimal digits."""
-        lora, salt, features = self.decides
+        lora, salt, features = (
+            getattr(self.request, name, None) for name in ("lora_request", "cache_salt", "mm_features")
+        )
         parts = [str(getattr(lora, "lora_name", "") or ""), str(salt or "")]
         for feature in features or ():
             position = getattr(feature, "mm_position", None)
@@ -139,22 +141,18 @@ def identify(request: RequestLike, *, randomized: bool = True, cut: int = 0) -> 
     """The transfer that `request` is one end of; in time that does not depend on the prompt, and as little as can be.
     cut: last tokens that the caller is about to take off `request`. Raises `IdentityError`.
     """
-    given = (request.kv_transfer_params or {}).get("transfer_id")
+    params = request.kv_transfer_params
+    given = params.get("transfer_id") if params else None
     if given is not None and (not isinstance(given, str) or not 0 < len(given) <= MAX_ID):
         raise IdentityError(f"transfer_id must be text of 1 to {MAX_ID} characters")
     tokens = request.prompt_token_ids
     if tokens is None:
         raise IdentityError("prompt embeddings have no identity")
-    decides = (
-        getattr(request, "lora_request", None),
-        getattr(request, "cache_salt", None),
-        getattr(request, "mm_features", None),
-    )
     count = len(tokens)
     if not cut:
-        return Identity(request.request_id, given, randomized, decides, tokens, count)
+        return Identity(request.request_id, given, randomized, request, tokens, count)
     count = max(0, count - cut)
-    return Identity(request.request_id, given, randomized, decides, tokens, count, tuple(tokens[count:]))
+    return Identity(request.request_id, given, randomized, request, tokens, count, tuple(tokens[count:]))
 
 
 def address_of(params: Mapping[str, Any]) -> Address:

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,7 +28,7 @@ from pushkv.reference.device_copies import DeviceCopier
 from pushkv.reference.grants import aligned, name_blocks, name_segments, part_offset, read_notice
 from pushkv.reference.metric_names import label
 from pushkv.reference.office import Loaded, Total
-from pushkv.reference.ports import BlockIds
+from pushkv.reference.ports import Load
 from pushkv.reference.transport import agent_name
 
 if TYPE_CHECKING:
@@ -39,15 +40,17 @@ log = logging.getLogger(__name__)
 
 
 class Loading:
-    """A scatter that the engine thread waits for. ``after``: an event on the device that it must not precede."""
+    """The scatters of one step, which the engine thread waits for. ``after``: an event on the device that they must not
+    precede.
+    """
 
-    def __init__(self, transfer_id: str, blocks: BlockIds, first: int, after: Any = None) -> None:
-        self.transfer_id, self.blocks, self.first, self.after = transfer_id, blocks, first, after
-        self.asked_s, self.launched_s = time.monotonic(), 0.0
-        self.error = "the transfer thread does not answer"
+    def __init__(self, loads: Sequence[Load], after: Any = None) -> None:
+        self.loads, self.after = loads, after
+        self.asked_s = time.monotonic()
+        self.failed: list[Load] = []
         self._copies: list[Copy] = []
         self._lock, self._begun = threading.Lock(), threading.Lock()
-        self._begun.acquire()  # until it has begun: the bare lock costs the engine's thread less than an event
+        self._begun.acquire()  # until they have begun: the bare lock costs the engine's thread less than an event
         self._taken = self._given_up = False
 
     def take(self) -> bool:
@@ -63,26 +66,24 @@ class Loading:
             self._given_up = not self._taken
             return self._given_up
 
-    def begun(self, copies: list[Copy], error: str = "") -> None:
-        """By the transfer thread: the copies are done (on a host) or enqueued (on a device). ``error``: why these are
-        not all of them.
+    def begun(self, copies: list[Copy]) -> None:
+        """By the transfer thread: the copies are done (on a host) or enqueued (on a device), all but those of what has
+        ``failed``.
         """
-        self.error, self._copies = error, copies
-        self.launched_s = time.monotonic()
+        self._copies = copies
         self._begun.release()
 
-    def wait(self, timeout_s: float = 60.0) -> bool:
-        """Return when what is done or enqueued by this thread from now on sees the bytes; ``False``: it will not, and
-        ``error`` says why. What was copied all the same is over then, too.
+    def wait(self, timeout_s: float = 60.0) -> Sequence[Load]:
+        """Return when what is done or enqueued by this thread from now on sees the bytes; of what it returns it does
+        not, as it has failed, or nobody has answered. What was copied all the same is over then, too.
         """
         if not self._begun.acquire(timeout=timeout_s) and (
             self._give_up() or not self._begun.acquire(timeout=timeout_s)
         ):
-            return False
-        self._begun.release()  # whoever waits again does not wait
+            return self.loads
         for copy in self._copies:
             copy.join()
-        return not self.error
+        return self.failed
 
 
 class Inbound:
@@ -127,13 +128,17 @@ class Landing:
         self.inbound: dict[str, Inbound] = {}
         self.totals: dict[str, int] = {}
         self._of_attempt: dict[tuple[ev.Link, int], str] = {}
-        self._loads: list[tuple[Loading, list[Copy]]] = []
+        self._loads: list[tuple[str, dict[str, Any] | None, list[Copy]]] = []
+        """What is being scattered: transfer, what to write down of it (failed: nothing), its copies."""
+        self._fresh: list[tuple[str, dict[str, Any] | None, list[Copy]]] = []
+        """The same, begun since the last look: the engine's thread wakes up at that and wants the interpreter, so what
+        follows from it waits for the next one."""
         self._unplanned: deque[tuple[Inbound, ev.Link]] = deque()
 
     @property
     def active(self) -> bool:
         """Whether a scatter is under way; for those on a device a bell rings."""
-        return bool(self._loads) and self.rank.bell is None
+        return bool(self._loads or self._fresh) and self.rank.bell is None
 
     # ------------------------------------------------------------ commands, words and reports
 
@@ -284,24 +289,29 @@ class Landing:
 
     def load(self, loading: Loading) -> None:
         """Scatter what has landed."""
-        begun = time.monotonic()
+        now = time.monotonic()
         if not loading.take():
-            self.rank.count("scatter too late")
-            self.rank.tell_office(Loaded(loading.transfer_id), begun)
+            for one in loading.loads:
+                self.rank.count("scatter too late")
+                self.rank.tell_office(Loaded(one.transfer_id), now)
             return
-        copies: list[Copy] = []
-        error = ""
-        try:
-            self._scatter(loading, copies)
-        except Exception as failure:  # what was launched before goes on
-            log.exception("scatter of %s", loading.transfer_id)
-            self.rank.count("scatter failed")
-            error = str(failure) or repr(failure)
-        loading.begun(copies, error)
-        self._loads.append((loading, copies))
-        if self.rank.bell is not None and copies:
-            self.rank.bell.watch(copies[-1])
-        self.poll(begun)
+        every: list[Copy] = []
+        for one in loading.loads:
+            copies: list[Copy] = []
+            record: dict[str, Any] | None = None
+            try:
+                self._scatter(one, loading.after, copies)
+                times = {"asked_s": loading.asked_s, "launched_s": time.monotonic()}
+                record = {"side": "load", "transfer_id": one.transfer_id, **times}
+            except Exception:  # what was launched before goes on
+                log.exception("scatter of %s", one.transfer_id)
+                self.rank.count("scatter failed")
+                loading.failed.append(one)
+            self._fresh.append((one.transfer_id, record, copies))
+            every += copies
+        loading.begun(every)
+        if self.rank.bell is not None and every:
+            self.rank.bell.watch(every[-1])
 
     def plan_ahead(self) -> None:
         """Plan the scatter of a part that has come: after everybody was told of it, and one between two looks, so that
@@ -363,22 +373,22 @@ class Landing:
             pieces += found
         return pieces
 
-    def _scatter(self, loading: Loading, copies: list[Copy]) -> None:
+    def _scatter(self, load: Load, after: Any, copies: list[Copy]) -> None:
         """Adds each copy as it is under way. Raises when one cannot be."""
-        inbound = self.inbound.get(loading.transfer_id)
+        inbound = self.inbound.get(load.transfer_id)
         if inbound is None or not inbound.landed_s or not inbound.packed:
-            raise LayoutError(f"{loading.transfer_id} has not landed here")
-        tables = [block_table(ids) for ids in loading.blocks]
+            raise LayoutError(f"{load.transfer_id} has not landed here")
+        tables = [block_table(ids) for ids in load.blocks]
         segments = np.asarray(sorted(inbound.memory), np.int64)
         pieces = inbound.pieces
         if isinstance(self.copier, DeviceCopier):
-            planned, pieces = self._split(inbound, loading.first)
+            planned, pieces = self._split(inbound, load.first)
             if planned:
-                copies.append(self.copier.scatter_ahead(planned, tables, segments, loading.after))
+                copies.append(self.copier.scatter_ahead(planned, tables, segments, after))
         for shard, part, offset in pieces:
-            if loading.first < part.stop or part.last:
-                scatter = plan_scatter(shard, tables, part, min(max(part.start, loading.first), part.stop))
-                copies.append(self.copier.scatter(scatter, segments, offset, loading.after))
+            if load.first < part.stop or part.last:
+                scatter = plan_scatter(shard, tables, part, min(max(part.start, load.first), part.stop))
+                copies.append(self.copier.scatter(scatter, segments, offset, after))
 
     def _split(self, inbound: Inbound, first: int) -> tuple[list[Ahead], list[tuple[Shard, Part, int]]]:
         """What was planned ahead, and the parts that were not, or of which not all is wanted."""
@@ -397,22 +407,15 @@ class Landing:
     def poll(self, now: float) -> None:
         """Scatters that have ended."""
         for load in list(self._loads):
-            loading, copies = load
+            transfer_id, record, copies = load
             if all(copy.done() for copy in copies):
                 self._loads.remove(load)
-                over = time.monotonic()
-                if not loading.error:
-                    self.rank.record(
-                        {
-                            "side": "load",
-                            "transfer_id": loading.transfer_id,
-                            "scatter_s": over - loading.asked_s,
-                            "asked_s": loading.asked_s,
-                            "launched_s": loading.launched_s,
-                            "loaded_s": over,
-                        }
-                    )
-                self.rank.tell_office(Loaded(loading.transfer_id), now)
+                if record is not None:
+                    over = time.monotonic()
+                    self.rank.record(record | {"loaded_s": over, "scatter_s": over - record["asked_s"]})
+                self.rank.tell_office(Loaded(transfer_id), now)
+        self._loads += self._fresh
+        self._fresh.clear()
 
     def total(self, word: Total) -> None:
         """How long the whole prompt is, of which the tail is expected."""
@@ -420,4 +423,8 @@ class Landing:
 
     def sizes(self) -> dict[str, Any]:
         """How much is kept, for metrics and leak checks."""
-        return {"inbound": len(self.inbound), "attempts": len(self._of_attempt), "loads": len(self._loads)}
+        return {
+            "inbound": len(self.inbound),
+            "attempts": len(self._of_attempt),
+            "loads": len(self._loads) + len(self._fresh),
+        }

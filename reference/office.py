@@ -1,9 +1,9 @@
 """One engine's office: its ``Ledger``, fed by the scheduler and by the ranks, beside vLLM's engine thread.
 
 Decides nothing about transfers: it turns an address into links, a prompt into segments of landing memory, and carries
-records. The engine thread only appends to a queue (``tell``, ``command``, ``blocks``, ``arrive``) and takes what the
-ledger told (``news``); everything else happens in ``turn`` and ``report``, on the thread that owns the office: the
-rank's transfer thread when the engine has one rank, its own when it has more.
+records. The engine thread only appends words to one queue (``inbox``), knocks, and takes what the ledger told from
+another (``news``); everything else happens in ``turn`` and ``report``, on the thread that owns the office: the rank's
+transfer thread when the engine has one rank, its own when it has more.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pushkv.model.protocol import Ledger, LocalProtocolError, Settings
 from pushkv.model.protocol import events as ev
 from pushkv.reference.handles import Handles
-from pushkv.reference.identity import Identity
-from pushkv.reference.ports import Address, BlockIds
+from pushkv.reference.identity import IdentityError, address_of
+from pushkv.reference.ports import Address, BlockIds, Chunk, Complete, Held, Wanted
 
 if TYPE_CHECKING:
     from pushkv.reference.trace import Trace
@@ -82,28 +82,6 @@ class Loaded(msgspec.Struct, frozen=True):
     transfer_id: str
 
 
-class _Arrival(msgspec.Struct, frozen=True):
-    transfer_id: str
-    peer: Address
-    tokens: int
-    total: int
-    packed: bool
-    why: str = ""
-
-
-class _Named(msgspec.Struct, frozen=True):
-    handle: str
-    identity: Identity
-    sends: bool
-
-
-class _Blocks(msgspec.Struct, frozen=True):
-    transfer_id: str
-    blocks: BlockIds | Callable[[], BlockIds]
-    tokens: int
-    step: int
-
-
 class Office:
     """``deliver(rank, command)`` hands a command to one rank, on the thread that owns the office; ``wake`` has that
     thread look. ``landing_bytes(tokens, links)``: bytes of one rank's landing memory that a transfer needs.
@@ -131,66 +109,18 @@ class Office:
         self._segment_bytes, self._token_bytes = segment_bytes, token_bytes
         self._packed_costs_less = packed_costs_less
         self._landing_bytes = landing_bytes
-        self._deliver, self._wake, self._stop = deliver, wake, stop
-        self._inbox: deque[object] = deque()
+        self._deliver, self.knock, self._stop = deliver, wake, stop
+        self.inbox: deque[Any] = deque()
         self.news: deque[ev.Record] = deque()
         self._handles = Handles()
-        self._tables: dict[str, BlockIds] = {}
         self._loaded: dict[str, set[int]] = {}
         self._counters: dict[str, float] = {}
 
     # ------------------------------------------------------------ the engine thread
 
-    def identify(self, handle: str, identity: Identity, sends: bool) -> None:
-        """``handle`` is what the scheduler calls the transfer of ``identity``, in all words and news from now on."""
-        self._inbox.append(_Named(handle, identity, sends))
-
     def key(self, handle: str) -> str:
         """What the ranks call the transfer ``handle``, of which there was news."""
         return self._handles.key(handle)
-
-    def tell(self, event: ev.Record) -> None:
-        """An event for the ledger."""
-        self._inbox.append(event)
-        self._wake()
-
-    def command(self, command: ev.Record) -> None:
-        """A command of the host for every rank: ``Computed``, ``Preempted``, ``GiveWay``, ``Abort``."""
-        self._inbox.append(command)
-        self._wake()
-
-    def blocks(
-        self, transfer_id: str, block_ids: BlockIds | Callable[[], BlockIds], tokens: int = 0, step: int = 0
-    ) -> None:
-        """Hand over block lists that begin with the prompt's first token; before ``Computed`` or ``Allocated``. A
-        callable is called on the office's thread.
-
-        ``step`` given: the first ``tokens`` tokens of a prefill are in them when that step of the engine is done.
-        """
-        self._inbox.append(_Blocks(transfer_id, block_ids, tokens, step))
-
-    def arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool | None) -> bool:
-        """A request waits for the last ``tokens`` of the ``total`` tokens of ``transfer_id`` from ``peer``."""
-        why = "asked for"
-        if packed is None:
-            packed, why = self._fixed, "by setting"
-            if packed is None:
-                packed, why = self._choose(tokens, max(1, peer.tp_size // self.ranks))
-        self._inbox.append(_Arrival(transfer_id, peer, tokens, total, packed, why))
-        self._wake()
-        return packed
-
-    def _choose(self, tokens: int, links: int) -> tuple[bool, str]:
-        """(packed, why): by memory, then by cost."""
-        if not self.fits(tokens, links):
-            return False, "larger than the landing memory"
-        if not tokens or self._packed_costs_less(tokens):
-            return True, "costs less"
-        return False, "costs less"
-
-    def fits(self, tokens: int, links: int = 1) -> bool:
-        """Whether a packed transfer of ``tokens`` tokens can ever be granted landing memory."""
-        return self.ledger.fits(self._segments(tokens, links))
 
     def stop(self, drain_s: float) -> None:
         """Wait for what is open, ``drain_s`` at the most, then end."""
@@ -214,54 +144,69 @@ class Office:
             "landing_segments_used": float(segments - self.ledger.landing_free),
         }
 
-    @property
-    def waiting(self) -> bool:
-        """Whether the engine thread has said something that was not yet looked at."""
-        return bool(self._inbox)
-
     # ------------------------------------------------------------ the office's thread
 
     def turn(self, now: float) -> None:
         """Take what the engine thread has said."""
-        inbox = self._inbox
+        inbox = self.inbox
         while inbox:
             said = inbox.popleft()
-            if isinstance(said, _Named):
-                if refusal := self._handles.add(said.handle, said.identity, said.sends):
-                    self._count(f"requests_refused:{refusal}")
-                continue
-            word = self._handles.inward(said)
-            if word is None:
-                self._refuse(said)
-            elif isinstance(word, _Arrival):
-                self._arrive(word, now)
-            elif isinstance(word, _Blocks):
-                blocks = word.blocks() if callable(word.blocks) else word.blocks
-                if word.step:
-                    self._all(Table(word.transfer_id, blocks, word.tokens, word.step))
-                else:
-                    self._tables[word.transfer_id] = blocks
+            if isinstance(said, Held):
+                self._held(said, now)
+            elif isinstance(said, Wanted):
+                self._wanted(said, now)
+            elif (word := self._handles.inward(said)) is None:
+                self.news.extend(self._handles.refusals(said))
+            elif isinstance(word, Chunk):
+                self._all(Table(word.transfer_id, word.blocks, word.tokens, word.step))
+                self._all(ev.Computed(word.transfer_id, word.tokens, False))
+            elif isinstance(word, Complete):
+                self._all(Table(word.transfer_id, word.blocks))
+                self._all(ev.Computed(word.transfer_id, word.tokens, True))
             elif type(word) in _COMMANDS:
-                if isinstance(word, ev.Computed) and word.final:
-                    self._all(Table(word.transfer_id, self._tables.pop(word.transfer_id, ())))
                 self._all(word)
             else:
                 assert isinstance(word, ev.Record)
                 self._hosts(word, now)
 
-    def _refuse(self, word: object) -> None:
-        """The scheduler speaks of a request that has no key."""
-        if isinstance(word, _Arrival):
-            self.news.append(self._handles.refused_arrival(word.transfer_id))
-        else:
-            self.news.extend(self._handles.refusals(word))
+    def _held(self, word: Held, now: float) -> None:
+        name = word.identity.request_id
+        if refusal := self._handles.add(name, word.identity, True):
+            self._count(f"requests_refused:{refusal}")
+            return
+        self._step(ev.Hold(self._handles.key(name), word.tokens, self._token_bytes, chunked=word.chunked), now)
+
+    def _wanted(self, word: Wanted, now: float) -> None:
+        name = word.transfer_id
+        try:
+            peer, identity = address_of(word.params), word.identity()
+        except IdentityError as error:
+            self._count("requests_refused:identity")
+            self.news.append(ev.Fail(name, str(error), True))
+            return
+        if refusal := self._handles.add(name, identity, False):
+            self._count(f"requests_refused:{refusal}")
+            self.news.append(self._handles.refused_arrival(name))
+            return
+        packed, why = word.packed, "asked for"
+        if packed is None:
+            packed, why = self._choose(word.tokens, max(1, peer.tp_size // self.ranks))
+        self._arrive(self._handles.key(name), peer, word, packed, why, now)
+
+    def _choose(self, tokens: int, links: int) -> tuple[bool, str]:
+        """(packed, why): by setting, by memory, by cost."""
+        if self._fixed is not None:
+            return self._fixed, "by setting"
+        if not self.ledger.fits(self._segments(tokens, links)):
+            return False, "larger than the landing memory"
+        if not tokens or self._packed_costs_less(tokens):
+            return True, "costs less"
+        return False, "costs less"
 
     def _hosts(self, event: ev.Record, now: float) -> None:
         """An event of the scheduler for the ledger."""
-        if isinstance(event, ev.Hold):
-            event = msgspec.structs.replace(event, bytes_per_token=self._token_bytes)
-        elif isinstance(event, ev.Allocated):
-            event = ev.Allocated(event.transfer_id, (0, self._tables.pop(event.transfer_id, ())))
+        if isinstance(event, ev.Allocated):
+            event = ev.Allocated(event.transfer_id, (0, event.memory()))
         self._step(event, now)
         if isinstance(event, (ev.Loaded, ev.Aborted)):
             self._over(event.transfer_id)
@@ -286,8 +231,8 @@ class Office:
             self._handles.received(transfer_id)
             self._all(Forget(transfer_id))
 
-    def _arrive(self, word: _Arrival, now: float) -> None:
-        transfer_id, peer, tokens, packed = word.transfer_id, word.peer, word.tokens, word.packed
+    def _arrive(self, transfer_id: str, peer: Address, word: Wanted, packed: bool, why: str, now: float) -> None:
+        tokens = word.tokens
         rows: list[tuple[ev.Link, ...]] = []
         try:
             for rank in range(self.ranks):
@@ -301,7 +246,7 @@ class Office:
             self._over(transfer_id)
             return
         if tokens:
-            self._count(f"path:{'packed' if packed else 'direct'}, {word.why}")
+            self._count(f"path:{'packed' if packed else 'direct'}, {why}")
         fanout = max(1, self.ranks // peer.tp_size)
         segments = self._segments(tokens, len(rows[0])) if packed else 0
         self._step(ev.Arrived(transfer_id, peer.engine_id, tuple(rows), tokens, packed, segments, fanout), now)

@@ -60,6 +60,50 @@ class RankCard:
     door: str = ""
 
 
+class Held(msgspec.Struct, frozen=True):
+    """Word to the office: the prompt of `identity` is computed here, and its first `tokens` tokens are held for whoever
+    asks for them. Its request id is what this transfer is called in all words and news.
+    """
+
+    identity: Identity
+    tokens: int
+    chunked: bool
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """Word to the office: a request waits for the last `tokens` of the `total` tokens of its prompt; 0: they are not
+    needed, and the peer is told. transfer_id: the request id, which is what this transfer is called in all words and
+    news. identity: called on the office's thread. params: the router's, not looked at yet. packed: None lets the office
+    choose.
+    """
+
+    transfer_id: str
+    identity: Callable[[], Identity]
+    params: Mapping[str, Any]
+    tokens: int
+    total: int
+    packed: bool | None = None
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Word to the office: when the engine's step `step` is done, the first `tokens` tokens of a prefill are in
+    `blocks`. The lists may grow later; what is in them stays.
+    """
+
+    transfer_id: str
+    blocks: BlockIds
+    tokens: int
+    step: int
+
+
+class Complete(msgspec.Struct, frozen=True):
+    """Word to the office: a prefill of `tokens` tokens is finished, and its `blocks` are held."""
+
+    transfer_id: str
+    blocks: BlockIds
+    tokens: int
+
+
 class Load(msgspec.Struct, frozen=True):
     """One request whose landed tokens [first, stop) every rank must scatter into `blocks` before this step's forward.
 
@@ -93,7 +137,7 @@ class StepOrders(msgspec.Struct):
     step: int = 0
     chunks: bool = False
     early: bool = False
-    begun: list[tuple[Load, Loading]] = []
+    begun: list[Loading] = []
 
     def __bool__(self) -> bool:
         return bool(self.load or self.sent or self.received or self.failed or self.invalid or self.preempted)
@@ -124,53 +168,28 @@ class Office(Protocol):
         """
         ...
 
-    def identify(self, handle: str, identity: Identity, sends: bool) -> None:
-        """Comes before the first word about `handle`, a request id: it stands for the transfer of `identity` in all
-        words and news, until the books have closed the transfer. sends: on the sending side.
+    @property
+    def inbox(self) -> deque[Any]:
+        """What the engine's thread has to say, in this order: `Held`, `Wanted`, `Chunk`, `Complete`; for the ledger
+        `Allocated`, `Starved`, `Loaded`, `Aborted`; for the sending side of all ranks `Computed` (it has begun),
+        `Preempted`, `GiveWay`, `Abort`. Always the same object: appending a word costs nothing else. `knock` follows.
 
-        If another live handle has the same key, this one is refused: a receiving one's verdict is `Fail`, a sending
-        one is told `Finished` and `Release` when its prompt has ended.
+        A `Held` or a `Wanted` is the first word about a request id. If another live one has the same key, or is no
+        identity, this one is refused: a receiving one's verdict is `Fail`, a sending one is told `Finished` and
+        `Release` when its prompt has ended. So is a `Wanted` whose books still hold an earlier transfer of its key (not
+        settled yet). `Allocated.memory` is called on another thread: making block lists takes time that grows with
+        them. A word about a transfer that the books have closed meanwhile (the news is still in the queue) is dropped.
+        """
+        ...
+
+    def knock(self) -> None:
+        """Has the office look at what was said. Once for all that a hook has to say: its thread wants the interpreter
+        as soon as it is awake.
         """
         ...
 
     def key(self, handle: str) -> str:
         """What the ranks call the transfer of `handle`, once there was news of it."""
-        ...
-
-    def tell(self, event: ev.Record) -> None:
-        """An event for the ledger: `Hold`, `Allocated`, `Starved`, `Loaded`, `Aborted`. In the order of the calls.
-
-        `Hold.bytes_per_token` is left 0 by the caller: the office fills it in. An event about a transfer that the
-        books have closed meanwhile (the news is still in the queue) is dropped, not an error.
-        """
-        ...
-
-    def command(self, command: ev.Record) -> None:
-        """A command for the sending side of all ranks: `Computed`, `Preempted`, `GiveWay`, `Abort`.
-
-        In one order with `tell`: what the ledger makes of an earlier event (`Begin` of a `Hold`) reaches the ranks
-        before a later command; a rank does not know a transfer that has not begun, and drops what is said about it.
-        """
-        ...
-
-    def blocks(
-        self, transfer_id: str, block_ids: BlockIds | Callable[[], BlockIds], tokens: int = 0, step: int = 0
-    ) -> None:
-        """The blocks of a transfer that is about to be `Computed(final)` (source) or `Allocated` (destination); with
-        `step`, those that hold its first `tokens` tokens when this step of the engine is done, before `Computed`.
-
-        Such lists may grow later; what is in them stays. A callable is called on another thread: making the lists takes
-        time that grows with them.
-        """
-        ...
-
-    def arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool | None) -> bool:
-        """A request waits for the last `tokens` of the `total` tokens that `peer` will hold. Makes `Arrived`.
-
-        packed: None lets the office choose by its settings and the size; returns what it chose. tokens 0 only tells
-        the peer that nothing is needed. If the books still hold an earlier transfer of this id (not settled yet), the
-        news is `Fail(transfer_id, reason, settled=True)`: nothing raises.
-        """
         ...
 
     def stop(self, drain_s: float) -> None:
@@ -179,12 +198,13 @@ class Office(Protocol):
 
 
 class Loading(Protocol):
-    """A scatter under way."""
+    """The scatters of a step, under way."""
 
-    def wait(self) -> bool:
+    def wait(self) -> Sequence[Load]:
         """Returns when work that is enqueued from now on (device stream) or done from now on (host) sees the bytes.
 
-        Raises nothing; false: the blocks do not hold what they should, and must be reported as invalid.
+        Raises nothing; what it returns has failed: those blocks do not hold what they should, and must be reported as
+        invalid.
         """
         ...
 
@@ -214,8 +234,8 @@ class Rank(Protocol):
         """
         ...
 
-    def scatter(self, loads: Sequence[Load]) -> Sequence[Loading]:
-        """Begins all `loads` of a step, in order; each is ordered before whatever the caller does after its `wait`.
+    def scatter(self, loads: Sequence[Load]) -> Loading:
+        """Begins all `loads` of a step; they are ordered before whatever the caller does after `wait`.
 
         When the bytes are out of the landing memory, the rank tells the office, which tells the ledger `Loaded` once
         every rank has said so: nobody else tells `Loaded` for a transfer that is scattered.

@@ -18,7 +18,7 @@ from typing import Any
 
 from pushkv.model.protocol import events as ev
 from pushkv.reference.identity import Identity, IdentityError, RequestLike, identify
-from pushkv.reference.ports import BlockIds, Office, StepOrders
+from pushkv.reference.ports import BlockIds, Chunk, Complete, Held, Office, StepOrders
 from pushkv.reference.progress import Progress
 from pushkv.reference.rules import Rules
 
@@ -48,7 +48,8 @@ class PrefillLegs:
     """All of one engine. Every call is O(1) in the prompt. What the office is told of is a request id: its handle."""
 
     def __init__(self, office: Office, rules: Rules, counters: dict[str, float]) -> None:
-        self._office = office
+        self._key = office.key
+        self._say = office.inbox.append
         self._rules = rules
         self._counters = counters
         self._legs: dict[str, _Leg] = {}  # by request id, while vLLM has the request
@@ -87,34 +88,34 @@ class PrefillLegs:
 
     def add(self, request: RequestLike) -> None:
         """First sight of a request with `do_remote_decode`. Later calls for it do nothing."""
-        if request.request_id in self._legs or request.request_id in self._plain:
+        rules, name = self._rules, request.request_id
+        if name in self._legs or name in self._plain:
             return
-        self._plain.add(request.request_id)
-        length = self._rules.moved(request.num_prompt_tokens)
-        if not self._rules.send:
-            return self._refuse("role")
+        length = rules.moved(request.num_prompt_tokens)
+        if not rules.send:
+            return self._refuse(name, "role")
         if length < 1:
+            self._plain.add(name)
             return
-        backoff, name = self._rules.backoff, request.request_id
+        backoff = rules.backoff
         try:
-            identity = identify(request, randomized=self._rules.randomized_ids, cut=backoff)
+            identity = identify(request, randomized=rules.randomized_ids, cut=backoff)
         except IdentityError:
-            return self._refuse("identity")
+            return self._refuse(name, "identity")
         if name in self._booked:  # an id that comes again: the books have not closed the transfer of the first
-            return self._refuse("ambiguous")
-        tokens = self._rules.rounded(length)
-        self._office.identify(name, identity, True)
-        self._office.tell(ev.Hold(name, tokens, chunked=self._rules.chunked))
+            return self._refuse(name, "ambiguous")
+        tokens = rules.rounded(length)
+        self._say(Held(identity, tokens, rules.chunked))
         if backoff and not _truncate(request, backoff):
-            self._office.command(ev.Abort(name, "this vLLM cannot stop a prompt early"))
-            return self._refuse("backoff")
-        self._plain.discard(name)
+            self._say(ev.Abort(name, "this vLLM cannot stop a prompt early"))
+            return self._refuse(name, "backoff")
         self._legs[name] = self._booked[name] = self._queued[name] = _Leg(name, identity, length, tokens)
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, name: str, why: str) -> None:
         """It is served as a plain request; the decode leg finds no partner and gets its verdict by its own bounds."""
-        name = f"requests_refused:{why}"
-        self._counters[name] = self._counters.get(name, 0) + 1
+        self._plain.add(name)
+        counter = f"requests_refused:{why}"
+        self._counters[counter] = self._counters.get(counter, 0) + 1
 
     def scheduled(self, tokens: Mapping[str, int], preempted: Collection[str]) -> None:
         """One step: who computes `tokens`, who was preempted before."""
@@ -126,7 +127,7 @@ class PrefillLegs:
                 self._queued[request_id] = leg
                 self.running.pop(request_id, None)
                 self._lost_blocks.append(request_id)
-                self._office.command(ev.Preempted(request_id))
+                self._say(ev.Preempted(request_id))
         if self._queued:
             few: Iterable[str] = self._queued if len(self._queued) < len(tokens) else tokens
             for request_id in [name for name in few if name in tokens and name in self._queued]:
@@ -134,7 +135,7 @@ class PrefillLegs:
                 leg.state = State.RUNNING
                 if self._rules.chunked and not leg.released:
                     self.running[request_id] = leg
-                self._office.command(ev.Computed(request_id, 0, False))
+                self._say(ev.Computed(request_id, 0, False))
         self._give_way(bool(tokens))
 
     def computes(self, steps: Iterable[Progress], step: int) -> bool:
@@ -151,8 +152,7 @@ class PrefillLegs:
             tokens = self._rules.leaves(min(done, leg.length), leg.tokens)
             if tokens:
                 leg.told = max(leg.told, tokens)
-                self._office.blocks(request_id, leg.blocks, tokens, step)
-                self._office.command(ev.Computed(request_id, tokens, False))
+                self._say(Chunk(request_id, leg.blocks, tokens, step))
                 found = True
             if done >= leg.length:
                 del self.running[request_id]
@@ -164,7 +164,7 @@ class PrefillLegs:
         """
         stuck = not computes and self._sending > 0 and bool(self._queued)
         if stuck and not self._gave_way:
-            self._office.command(ev.GiveWay())
+            self._say(ev.GiveWay())
         self._gave_way = stuck
 
     def finished(self, request: RequestLike, blocks: BlockIds, complete: bool) -> tuple[bool, dict[str, Any] | None]:
@@ -172,17 +172,18 @@ class PrefillLegs:
 
         Returns whether vLLM must keep the blocks, and what the router passes on to the decode leg.
         """
-        self._plain.discard(request.request_id)
         leg = self._legs.pop(request.request_id, None)
         if leg is None:
+            self._plain.discard(request.request_id)
             return False, None
-        self._queued.pop(request.request_id, None)
+        if leg.state is State.QUEUED:
+            self._queued.pop(request.request_id, None)
         self.running.pop(request.request_id, None)
         whole = complete and request.num_computed_tokens >= leg.length and any(blocks)
         if not whole:
             leg.state = State.OVER
             reason = "prefill ended without its whole cache" if complete else "prefill aborted"
-            self._office.command(ev.Abort(leg.request_id, reason))
+            self._say(ev.Abort(leg.request_id, reason))
             if leg.told and not leg.released:
                 if any(blocks):  # a gather may be reading them
                     leg.state = State.SENDING
@@ -196,8 +197,7 @@ class PrefillLegs:
             return False, params
         leg.state = State.SENDING
         self._sending += 1
-        self._office.blocks(leg.request_id, blocks)
-        self._office.command(ev.Computed(leg.request_id, leg.tokens, True))
+        self._say(Complete(leg.request_id, blocks, leg.tokens))
         return True, params
 
     def _finished(self, news: ev.Finished) -> None:
@@ -226,14 +226,14 @@ class PrefillLegs:
         if self._sent:
             out.sent, self._sent = self._sent, []
         if self._lost_blocks:
-            out.preempted = [self._office.key(name) for name in self._lost_blocks]
+            out.preempted = [self._key(name) for name in self._lost_blocks]
             self._lost_blocks = []
 
     def reset(self) -> None:
         """The weights have changed: what was computed before is not sent."""
         for leg in self._booked.values():
             if leg.state is State.SENDING or leg.told:
-                self._office.command(ev.Abort(leg.request_id, "cache was reset"))
+                self._say(ev.Abort(leg.request_id, "cache was reset"))
 
 
 def _truncate(request: Any, backoff: int) -> bool:

@@ -144,15 +144,13 @@ class Rank:
         self._inbox.append(command)
         self.wake()
 
-    def scatter(self, loads: Sequence[Load]) -> Sequence[Loading]:
+    def scatter(self, loads: Sequence[Load]) -> Loading:
         """Copy what has landed into the blocks of ``loads`` (which begin with the prompt's first token), from its
         ``first`` token on. What is past ``stop`` is copied too when it has landed: the forward writes it anew.
         """
-        mark = self._mark()
-        loadings = [Loading(one.transfer_id, one.blocks, one.first, mark) for one in loads]
-        self._inbox.extend(loadings)
-        self.wake()
-        return loadings
+        loading = Loading(loads, self._mark())
+        self.receive(loading)
+        return loading
 
     def _mark(self) -> Any:
         """Where the calling thread's stream stands: blocks may still be used by what is enqueued there."""
@@ -200,8 +198,7 @@ class Rank:
         """Have the thread look."""
         if self._asleep:
             self._asleep = False  # once is enough
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_write(self._wake_fd, 1)
+            os.eventfd_write(self._wake_fd, 1)
 
     def look_again(self) -> None:
         """By this thread: do not sleep before the next look."""
@@ -389,7 +386,7 @@ class Rank:
             timeout_ms = math.ceil(1000 * max(0.0, min(IDLE_S, self.endpoint.wake_at - time.monotonic())))
         self._asleep = True
         try:
-            if not (self._inbox or self._rung or (self.office is not None and self.office.waiting)):
+            if not (self._inbox or self._rung or (self.office is not None and self.office.inbox)):
                 self.channel.poller.poll(timeout_ms)
         finally:
             self._asleep = False

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pushkv.reference.decode_leg import State
+from pushkv.reference.decode_leg import WAITING
 from pushkv.reference.decode_legs import LATER, NOTHING, Answer, DecodeLegs
 from pushkv.reference.identity import RequestLike
 from pushkv.reference.ports import IDLE, BlockIds, Office, StepOrders
@@ -28,7 +28,7 @@ class SchedulerSide:
 
     def __init__(self, office: Office, rules: Rules) -> None:
         self._office = office
-        self._news = office.news
+        self._news, self._inbox = office.news, office.inbox
         self._rules = rules
         self.counters: dict[str, float] = {}
         self.prefill = PrefillLegs(office, rules, self.counters)
@@ -51,17 +51,14 @@ class SchedulerSide:
         """`get_num_new_matched_tokens`. Asked in every pass for every request that waits: the usual answer first."""
         if self._news:
             self._hear()
-        leg = self._legs.get(request.request_id)
-        if leg is None:
-            if not request.kv_transfer_params or self.prefill.knows(request.request_id):
-                return NOTHING
-            self.on_new_request(request)
-            leg = self._legs.get(request.request_id)
-            if leg is None:
-                return NOTHING
-        if leg.state is State.WAITING:
-            return LATER
-        return self.decode.matched(leg, computed)
+        name = request.request_id
+        if name in self._legs:
+            leg = self._legs[name]
+            return LATER if leg.state is WAITING else self.decode.matched(leg, computed)
+        if not request.kv_transfer_params or self.prefill.knows(name):
+            return NOTHING
+        self.on_new_request(request)
+        return self.decode.matched(self._legs[name], computed) if name in self._legs else NOTHING
 
     def allocated(self, request: RequestLike, blocks: Any, external: int) -> None:
         """`update_state_after_alloc`."""
@@ -83,14 +80,16 @@ class SchedulerSide:
         if prefill.open or preempted:
             prefill.scheduled(scheduled, preempted or ())
         chunks = bool(prefill.running) and output is not None
-        if not (chunks or prefill.stirs or decode.stirs):
-            return IDLE
-        orders = StepOrders(step=self._step)
-        if chunks:
-            orders.chunks = prefill.computes(progress(output, prefill.running), self._step)
-        prefill.orders(orders)
-        decode.step(bool(scheduled), output, orders)
-        orders.early = bool(orders.load) and not writes_blocks(output)
+        orders = IDLE
+        if chunks or prefill.stirs or decode.stirs:
+            orders = StepOrders(step=self._step)
+            if chunks:
+                orders.chunks = prefill.computes(progress(output, prefill.running), self._step)
+            prefill.orders(orders)
+            decode.step(bool(scheduled), output, orders)
+            orders.early = bool(orders.load) and not writes_blocks(output)
+        if self._inbox:  # all that this pass has to say, at once
+            self._office.knock()
         return orders
 
     def finished(
@@ -101,9 +100,20 @@ class SchedulerSide:
             return False, None
         if request.request_id in self._legs:
             self.decode.finished(request)
-            return False, None
-        selected: BlockIds = self._rules.select(blocks) if blocks else ()
-        return self.prefill.finished(request, selected, complete)
+            found: tuple[bool, dict[str, Any] | None] = (False, None)
+        else:
+            selected: BlockIds = self._rules.select(blocks) if blocks else ()
+            found = self.prefill.finished(request, selected, complete)
+        if not complete:
+            self.over()
+        return found
+
+    def over(self) -> None:
+        """`take_events`, the last thing that vLLM asks of a step's output: what has ended in it is told all at once.
+        What ends otherwise (an abort) is told at once.
+        """
+        if self._inbox:
+            self._office.knock()
 
     @property
     def pending(self) -> bool:
@@ -120,6 +130,7 @@ class SchedulerSide:
         self._hear()
         self.prefill.reset()
         self.decode.reset()
+        self.over()
         return True
 
     def stop(self, drain_s: float) -> None:

@@ -80,7 +80,7 @@ HOOKS: Mapping[str, Hook] = {
     "on_new_request": Hook(("request",), "registers and announces at arrival; else at the first look-up"),
     "has_pending_push_work": Hook((), "true while vLLM keeps blocks for us or must be told something"),
     "update_connector_output": Hook(("connector_output",), _IGNORED),
-    "take_events": Hook((), _IGNORED),
+    "take_events": Hook((), "none; the office is told of what has ended in the step"),
     "reset_cache": Hook((), "drops what was computed with the old weights"),
     "get_finished_count": Hook((), "None: every rank reports"),
     "set_xfer_handshake_metadata": Hook(("metadata",), "opens the office with the ranks' cards", True),

@@ -21,7 +21,7 @@ def begin_loads(rank: Rank, orders: StepOrders) -> None:
     """Scatters behind all that the calling thread has enqueued by now. A second call in a step finds nothing to do."""
     loads, orders.load = orders.load, []
     if loads:
-        orders.begun += zip(loads, rank.scatter(loads), strict=True)
+        orders.begun.append(rank.scatter(loads))
 
 
 class WorkerSide:
@@ -86,16 +86,14 @@ class WorkerSide:
         self._invalid.update(orders.invalid)
 
     def load(self, orders: StepOrders) -> None:
-        """`start_load_kv`: all scatters are begun, then all waited for, the last one first: when it is begun, so are
-        the others, and this thread sleeps once.
-        """
+        """`start_load_kv`: all scatters are begun, then all waited for: this thread sleeps once."""
         if not (orders.load or orders.begun) or self.rank is None:
             return
         begin_loads(self.rank, orders)
         begun, orders.begun = orders.begun, []
-        for one, loading in reversed(begun):
-            if not loading.wait():
-                self._invalid.update(block for group in one.blocks for block in group)
+        for loading in begun:
+            for lost in loading.wait():
+                self._invalid.update(block for group in lost.blocks for block in group)
 
     def saved(self, orders: StepOrders) -> None:
         """`wait_for_save`: this step's forward is enqueued."""

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from pushkv.model.protocol import Settings
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol.endpoint import Endpoint
@@ -20,8 +18,8 @@ from pushkv.model.protocol.ledger import Ledger
 from pushkv.model.protocol.messages import Message, decode, encode
 from pushkv.model.protocol.states import Incoming
 from pushkv.reference.handles import Handles
-from pushkv.reference.identity import Identity
-from pushkv.reference.ports import Address, BlockIds, Load, RankCard
+from pushkv.reference.identity import Identity, IdentityError, address_of
+from pushkv.reference.ports import BlockIds, Chunk, Complete, Held, Load, RankCard, Wanted
 
 BLOCK = 4
 SEGMENT = 8
@@ -30,6 +28,17 @@ SEGMENT = 8
 Cell = tuple[int, int]
 _REPORTS = (ev.Offered, ev.Landed, ev.Broken, ev.Settled, ev.Sent, ev.Released)
 _NEWS = (ev.Admit, ev.Ready, ev.Fail, ev.Free, ev.TakeBack, ev.Finished, ev.Release)
+
+
+class _Ear(deque[Any]):
+    """Who speaks into it is heard at once."""
+
+    def __init__(self, hear: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._hear = hear
+
+    def append(self, word: Any) -> None:
+        self._hear(word)
 
 
 @dataclass
@@ -98,13 +107,14 @@ class Engine:
         self.held_writes: list[ev.Post] = []
         self.arrivals: list[tuple[str, int, int, bool]] = []
         self.fenced: list[str] = []
-        self.told: list[ev.Record] = []
+        self.told: list[Any] = []
         self.counters: Mapping[str, float] = {}
         self.gauges: Mapping[str, float] = {}
         self.handles = Handles()
         self.stopped = False
         self._todo: deque[tuple[str, ev.Record]] = deque()
         self.news: deque[ev.Record] = deque()
+        self.inbox: deque[Any] = _Ear(self._heard)
         cluster.engines[name] = self
 
     @property
@@ -113,67 +123,86 @@ class Engine:
 
     # ------------------------------------------------------------ Office
 
-    def identify(self, handle: str, identity: Identity, sends: bool) -> None:
-        if refusal := self.handles.add(handle, identity, sends):
+    def knock(self) -> None:
+        """What is said is heard at once."""
+
+    def _heard(self, word: Any) -> None:
+        """A word of the scheduler side."""
+        if isinstance(word, Held):
+            name = word.identity.request_id
+            self.told.append(word)
+            if self._known(name, word.identity, True):
+                self._todo.append(("ledger", ev.Hold(self.key(name), word.tokens, 1, chunked=word.chunked)))
+        elif isinstance(word, Wanted):
+            self._wanted(word)
+        elif isinstance(word, Chunk):
+            self._blocks(word.transfer_id, word.blocks, word.tokens, word.step)
+            self._say("rank", ev.Computed(word.transfer_id, word.tokens, False))
+        elif isinstance(word, Complete):
+            self._blocks(word.transfer_id, word.blocks, 1 << 30, 0)
+            self._say("rank", ev.Computed(word.transfer_id, word.tokens, True), word)
+        elif isinstance(word, ev.Allocated):
+            self._blocks(word.transfer_id, word.memory(), 1 << 30, 0)
+            self._say("ledger", ev.Allocated(word.transfer_id, word.transfer_id))
+        else:
+            commands = (ev.Computed, ev.Preempted, ev.GiveWay, ev.Abort)
+            self._say("rank" if isinstance(word, commands) else "ledger", word)
+
+    def _known(self, handle: str, identity: Identity, sends: bool) -> bool:
+        refusal = self.handles.add(handle, identity, sends)
+        if refusal:
             name = f"requests_refused:{refusal}"
             self.counters = {**self.counters, name: self.counters.get(name, 0) + 1}
+        return not refusal
 
     def key(self, handle: str) -> str:
         return self.handles.key(handle)
 
-    def tell(self, event: ev.Record) -> None:
-        self.told.append(event)
-        if isinstance(event, ev.Hold):
-            event = msgspec.structs.replace(event, bytes_per_token=1)
-        self._say("ledger", event)
-
-    def command(self, command: ev.Record) -> None:
-        self.told.append(command)
-        self._say("rank", command)
-
-    def _say(self, target: str, word: ev.Record) -> None:
-        translated = self.handles.inward(word)
+    def _say(self, target: str, said: ev.Record, word: Any = None) -> None:
+        self.told.append(said)
+        translated = self.handles.inward(said)
         if translated is None:
-            self.news.extend(self.handles.refusals(word))
+            self.news.extend(self.handles.refusals(word or said))
         else:
             self._todo.append((target, translated))
 
-    def blocks(
-        self, transfer_id: str, block_ids: BlockIds | Callable[[], BlockIds], tokens: int = 0, step: int = 0
-    ) -> None:
+    def _blocks(self, transfer_id: str, blocks: BlockIds, tokens: int, step: int) -> None:
         key = self.key(transfer_id)
-        self.tables[key] = block_ids() if callable(block_ids) else block_ids
-        self.chunks[key] = (tokens if step else 1 << 30, step)
+        self.tables[key], self.chunks[key] = blocks, (tokens, step)
 
-    def arrive(self, transfer_id: str, peer: Address, tokens: int, total: int, packed: bool | None) -> bool:
-        packed = self.packed if packed is None else packed
-        self.arrivals.append((self.key(transfer_id), tokens, total, packed))
-        segments = -(-tokens // SEGMENT) if packed else 0
+    def _wanted(self, word: Wanted) -> None:
+        handle = word.transfer_id
+        try:
+            peer, identity = address_of(word.params), word.identity()
+        except IdentityError as error:
+            self.news.append(ev.Fail(handle, str(error), True))
+            return
+        if not self._known(handle, identity, False):
+            self.news.append(self.handles.refused_arrival(handle))
+            return
+        packed = self.packed if word.packed is None else word.packed
+        key = self.key(handle)
+        self.arrivals.append((key, word.tokens, word.total, packed))
+        segments = -(-word.tokens // SEGMENT) if packed else 0
         links = (((peer.engine_id, 0),),)
-        word = ev.Arrived(transfer_id, peer.engine_id, links, tokens, packed, segments)
-        translated = self.handles.inward(word)
-        if translated is None:
-            self.news.append(self.handles.refused_arrival(transfer_id))
-        else:
-            self._todo.append(("ledger", translated))
-        return packed
+        self._todo.append(("ledger", ev.Arrived(key, peer.engine_id, links, word.tokens, packed, segments)))
 
     def stop(self, drain_s: float) -> None:
         self.stopped = True
 
     # ------------------------------------------------------------ Rank
 
-    def scatter(self, loads: Sequence[Load]) -> Sequence[Engine]:
+    def scatter(self, loads: Sequence[Load]) -> Engine:
         for one in loads:
             content = self.landing[tuple(self.memory[one.transfer_id])]
             for token in range(one.first, one.stop):
                 self.cache[self._cell(one.blocks, token)] = content[token]
-            self.tell(ev.Loaded(one.transfer_id))
-        return [self for _ in loads]
+            self._say("ledger", ev.Loaded(one.transfer_id))
+        return self
 
-    def wait(self) -> bool:
+    def wait(self) -> Sequence[Load]:
         """As `Loading`: it is done."""
-        return True
+        return ()
 
     def enqueued(self, step: int) -> None:
         self.step = step

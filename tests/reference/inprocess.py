@@ -27,9 +27,11 @@ from pushkv.model.protocol import events as ev
 from pushkv.reference import opening
 from pushkv.reference.caches import Ranks, layouts_of
 from pushkv.reference.cpu_formats import CpuFormat, read_head_part
-from pushkv.reference.ports import Address, BlockIds, EngineSetup, Load
+from pushkv.reference.ports import Address, BlockIds, Chunk, Complete, EngineSetup, Load
 from pushkv.reference.rank import Rank
 from pushkv.reference.settings import ConnectorSettings
+
+from .said import held, wanted
 
 Link = tuple[str, int]
 
@@ -207,26 +209,28 @@ class Engine:
             time.sleep(0.0005)
         raise AssertionError(f"{self.name} is not told {kind.__name__} of {transfer_id}; it has heard {self._news}")
 
+    def say(self, *words: Any) -> None:
+        """What the engine's thread says in one hook."""
+        self.office.inbox.extend(words)
+        self.office.knock()
+
     # ------------------------------------------------------------ a prefill
 
     def prefill(self, transfer_id: str, tokens: int, blocks: BlockIds) -> None:
         """Compute a prompt, and hold it."""
-        self.office.tell(ev.Hold(transfer_id, tokens))
-        self.office.command(ev.Computed(transfer_id, 0, False))
+        self.say(held(transfer_id, tokens), ev.Computed(transfer_id, 0, False))
         self.compute(transfer_id, tokens, blocks)
 
     def begin(self, transfer_id: str, tokens: int) -> None:
         """A prefill whose chunks leave as they are computed."""
-        self.office.tell(ev.Hold(transfer_id, tokens, chunked=True))
-        self.office.command(ev.Computed(transfer_id, 0, False))
+        self.say(held(transfer_id, tokens, chunked=True), ev.Computed(transfer_id, 0, False))
 
     def chunk(self, transfer_id: str, tokens: int, blocks: BlockIds, *, late: bool = False) -> None:
         """The step that computes the first ``tokens`` tokens. ``late``: it does so only after it was told of."""
         self.step += 1
         if not late:
             self.fill(transfer_id, tokens, blocks)
-        self.office.blocks(transfer_id, blocks, tokens, self.step)
-        self.office.command(ev.Computed(transfer_id, tokens, False))
+        self.say(Chunk(transfer_id, blocks, tokens, self.step))
         if late:
             time.sleep(0.02)
             self.fill(transfer_id, tokens, blocks)
@@ -235,7 +239,7 @@ class Engine:
 
     def preempt(self, transfer_id: str, tokens: int, blocks: BlockIds) -> None:
         """The next step overwrites ``blocks`` with somebody else's."""
-        self.office.command(ev.Preempted(transfer_id))
+        self.say(ev.Preempted(transfer_id))
         for rank in self.ranks:
             rank.fence([transfer_id], self.step + 1)
         self.fill("somebody else", tokens, blocks)
@@ -243,8 +247,7 @@ class Engine:
     def compute(self, transfer_id: str, tokens: int, blocks: BlockIds) -> None:
         """The end of a prefill."""
         self.fill(transfer_id, tokens, blocks)
-        self.office.blocks(transfer_id, blocks)
-        self.office.command(ev.Computed(transfer_id, tokens, True))
+        self.say(Complete(transfer_id, blocks, tokens))
 
     def sent(self, transfer_id: str, blocks: BlockIds, tokens: int) -> bool:
         """Wait until the blocks are free, and overwrite them; whether all was sent."""
@@ -256,18 +259,17 @@ class Engine:
 
     def load(self, transfer_id: str, peer: Engine, base: int, tokens: int, blocks: BlockIds, packed: bool) -> str:
         """Load tokens [base, tokens); ``""`` when they are there, or why not."""
-        self.office.arrive(transfer_id, peer.address, tokens - base, tokens, packed)
+        self.say(wanted(transfer_id, peer.address, tokens - base, tokens, packed))
         if not packed:
             told = self.until(ev.Admit, transfer_id)
             if isinstance(told, ev.Fail):
                 return told.reason
-            self.office.blocks(transfer_id, blocks)
-            self.office.tell(ev.Allocated(transfer_id, transfer_id))
+            self.say(ev.Allocated(transfer_id, lambda: blocks))
             told = self.until(ev.Ready, transfer_id)
             if isinstance(told, ev.Fail):
                 self.until(ev.Free, transfer_id)
                 return told.reason
-            self.office.tell(ev.Loaded(transfer_id))
+            self.say(ev.Loaded(transfer_id))
             return ""
         return self.scatter(transfer_id, base, tokens, blocks)
 
@@ -277,8 +279,8 @@ class Engine:
         if isinstance(told, ev.Fail):
             return told.reason
         load = Load(transfer_id, transfer_id, blocks, base, tokens)
-        loads = [loading for rank in self.ranks for loading in rank.scatter([load])]
-        assert all(loading.wait(PATIENCE_S) for loading in loads), [loading.error for loading in loads]
+        loadings = [rank.scatter([load]) for rank in self.ranks]
+        assert not [lost for loading in loadings for lost in loading.wait(PATIENCE_S)]
         return ""
 
     # ------------------------------------------------------------ the cache
@@ -317,7 +319,7 @@ class Engine:
             "open": sum(ledger.open()),
             "quarantined": ledger.quarantined(),
             "segments": ledger.segments - ledger.landing_free,
-            "words": len(self.office._tables) + len(self.office._loaded),
+            "words": len(self.office.inbox) + len(self.office._loaded),
         }
         for rank in self.ranks:
             staging = rank.sending.staging

@@ -53,10 +53,11 @@ class Desk:
 
     def __init__(self, *, path: str = "packed", backoff: int = 0) -> None:
         self.told: list[Any] = []
-        self.office = Office(
+        self.knocks: list[int] = []  # how many words lay there at each
+        self.office: Office = Office(
             Settings(landing_segments=1 << 20), 1, path=path, segment_bytes=1, token_bytes=1,
             landing_bytes=lambda tokens, links: tokens, deliver=lambda rank, word: self.told.append(word),
-            wake=lambda: None, stop=lambda drain_s: None,
+            wake=lambda: self.knocks.append(len(self.office.inbox)), stop=lambda drain_s: None,
         )  # fmt: skip
         self.side = SchedulerSide(self.office, Rules(Address("P", "h", 1, 1), block_tokens=16, backoff=backoff))
 
@@ -172,6 +173,48 @@ def test_what_cannot_be_hashed_is_refused_beside_the_engine_thread() -> None:
     assert not any(desk.office._handles.sizes().values())
 
 
+def test_the_office_is_woken_once_for_all_that_a_pass_has_to_say() -> None:
+    """Its thread wants the interpreter as soon as it is awake: it would take it from the rest of the pass."""
+    desk = Desk()
+    prompts = [request(f"cmpl-{n}-0-00000001", [n] * 50, do_remote_decode=True, transfer_id=f"p{n}") for n in range(4)]
+    loads = [request(f"cmpl-{n}-0-00000002", [n] * 50, **FROM_P, transfer_id=f"d{n}") for n in range(4)]
+    for one in prompts + loads:
+        desk.side.on_new_request(one)
+    for one in loads:
+        desk.side.matched_tokens(one, 0)
+    assert not desk.knocks
+    desk.side.step({one.request_id: 50 for one in prompts}, None)
+    assert desk.knocks == [12], "held, wanted, begun"
+    desk.turn()
+    for one in prompts:
+        one.num_computed_tokens = 50
+        assert desk.side.finished(one, ([1, 2, 3, 4],), True)[0]
+    assert len(desk.knocks) == 1
+    desk.side.over()
+    assert desk.knocks == [12, 4]
+    desk.turn()
+    desk.side.step({}, None)
+    desk.side.over()
+    assert len(desk.knocks) == 2, "nothing was said"
+
+
+def test_an_abort_is_told_at_once() -> None:
+    """No step need follow."""
+    desk = Desk()
+    one = request("cmpl-a-0-00000001", [*range(50)], do_remote_decode=True)
+    desk.side.on_new_request(one)
+    desk.side.step({one.request_id: 50}, None)
+    desk.turn()
+    desk.side.finished(one, ([1, 2, 3, 4],), False)
+    assert desk.knocks == [2, 1]
+    other = request("cmpl-b-0-00000002", [*range(50)], **FROM_P)
+    desk.side.matched_tokens(other, 0)
+    desk.side.step({}, None)
+    desk.turn()
+    desk.side.finished(other, (), False)
+    assert desk.knocks[3:] == [1]
+
+
 def calls_of(function: Callable[..., Any], *arguments: Any) -> int:
     """How many functions, of Python and of C, a call of `function` calls, itself among them."""
     found: list[str] = []
@@ -198,7 +241,7 @@ def cost_of_a_load(blocks: int) -> list[int]:
     desk.turn(tokens)
     key = desk.of(ev.Expect)[0].transfer_id
     again = calls_of(desk.side.matched_tokens, one, 0)
-    assert again <= 2, "asked again and again while it waits"
+    assert again == 1, "asked again and again while it waits"
     desk.report(ev.Offered(key, True))
     desk.report(ev.Landed(key))
     output = SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(req_id=one.request_id, block_ids=(ids,))])

@@ -18,11 +18,13 @@ from pushkv.reference import landing as landing_
 from pushkv.reference.device_copies import DeviceCopier
 from pushkv.reference.landing import Landing, Loading
 from pushkv.reference.office import Loaded
+from pushkv.reference.ports import Load
 
 from .device_like import Event, LateCopy
 
 ME, P, PREDECESSOR = 7, 8, 9
 LINK = ("P", 0)
+LOAD = Load("r", "t", ([1],), 0, 4)
 
 
 class Rank:
@@ -113,7 +115,9 @@ def test_one_part_is_planned_between_two_looks(monkeypatch: pytest.MonkeyPatch) 
     assert len(ahead) == 3 and rank.looks == 3
 
 
-def test_a_load_that_fails_half_way_is_over_when_its_first_half_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_fails_half_way_is_over_when_its_first_half_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """What was launched still reads the landing memory and writes the blocks: neither is free before."""
     copier = Half()
     made, rank = expecting(copier=copier)
@@ -125,10 +129,10 @@ def test_a_load_that_fails_half_way_is_over_when_its_first_half_is(monkeypatch: 
 
     monkeypatch.setattr(made, "_split", lambda inbound, first: ([object()], [(None, Part(0, 4, 0, True), 0)]))
     monkeypatch.setattr(landing_, "plan_scatter", refuse)
-    loading = Loading("t", ([1],), 0)
+    loading = Loading([LOAD])
     made.load(loading)
     assert rank.counters == {"scatter failed": 1} and rank.told == []
-    ended: list[bool] = []
+    ended: list[Any] = []
     waiting = threading.Thread(target=lambda: ended.append(loading.wait(5.0)))
     waiting.start()
     waiting.join(0.1)
@@ -138,13 +142,43 @@ def test_a_load_that_fails_half_way_is_over_when_its_first_half_is(monkeypatch: 
     copier.event.set()
     waiting.join(5.0)
     made.poll(0.0)
-    assert ended == [False] and "leaves its region" in loading.error
+    assert ended == [[LOAD]] and "leaves its region" in caplog.text
     assert rank.told == [Loaded("t")] and rank.records == [] and made.sizes()["loads"] == 0
 
 
-def test_a_load_that_cannot_begin_is_over() -> None:
-    made, rank = expecting(copier=Half())
-    loading = Loading("t", ([1],), 0)
+def test_one_load_that_cannot_begin_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, rank = expecting()
+    other = Load("s", "u", ([2],), 0, 4)
+
+    def scatter(load: Load, after: Any, copies: list[Any]) -> None:
+        if load is LOAD:
+            raise landing_.CopyError("a block leaves its region of the cache")
+
+    monkeypatch.setattr(made, "_scatter", scatter)
+    loading = Loading([LOAD, other])
     made.load(loading)
-    assert not loading.wait(0.1) and "has not landed here" in loading.error
+    assert loading.wait(0.1) == [LOAD]
+    made.poll(0.0)
+    assert rank.told == [], "the engine's thread goes first"
+    made.poll(0.0)
+    assert rank.told == [Loaded("t"), Loaded("u")]
+    assert [record["transfer_id"] for record in rank.records] == ["u"]
+
+
+def test_loads_that_nobody_waits_for_are_over() -> None:
+    made, rank = expecting()
+    loading = Loading([LOAD, Load("s", "u", ([2],), 0, 4)])
+    assert loading.wait(0.01)
+    made.load(loading)
+    assert rank.told == [Loaded("t"), Loaded("u")] and rank.counters == {"scatter too late": 2}
+    assert not rank.records
+
+
+def test_a_load_that_cannot_begin_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    made, rank = expecting(copier=Half())
+    loading = Loading([LOAD])
+    made.load(loading)
+    assert loading.wait(0.1) == [LOAD] and "has not landed here" in caplog.text
+    made.poll(0.0)
+    made.poll(0.0)
     assert rank.told == [Loaded("t")] and rank.records == []

@@ -9,26 +9,29 @@ import pytest
 pytest.importorskip("torch")
 
 from pushkv.reference.landing import Loading
+from pushkv.reference.ports import Load
+
+LOADS = [Load("r", "t", ([1],), 0, 4), Load("s", "u", ([2],), 0, 4)]
 
 
 def test_given_up_before_it_was_taken() -> None:
-    loading = Loading("t", ((1,),), 0)
-    assert not loading.wait(0.01)
+    loading = Loading(LOADS)
+    assert loading.wait(0.01) == LOADS
     assert not loading.take()
 
 
 def test_taken_in_time_is_waited_for() -> None:
-    loading = Loading("t", ((1,),), 0)
+    loading = Loading(LOADS)
     assert loading.take()
     timer = threading.Timer(0.3, loading.begun, ([],))
     timer.start()
-    assert loading.wait(0.2), "the first wait is over before it has begun"
+    assert not loading.wait(0.2), "the first wait is over before it has begun"
     timer.join()
 
 
-def test_an_error_is_no_success() -> None:
-    loading = Loading("t", ((1,),), 0)
+def test_what_has_failed_is_said_and_nothing_else() -> None:
+    loading = Loading(LOADS)
     assert loading.take()
-    loading.begun([], "no such layout")
-    assert not loading.wait(0.01)
-    assert loading.error == "no such layout"
+    loading.failed.append(LOADS[1])
+    loading.begun([])
+    assert loading.wait(0.01) == LOADS[1:]

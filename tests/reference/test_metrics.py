@@ -9,6 +9,8 @@ from pushkv.reference.metric_names import COUNTERS, GAUGES, REASONS, TIMES, Mete
 from pushkv.reference.office import Office
 from pushkv.reference.ports import Address
 
+from .said import wanted
+
 
 def test_a_meter_gives_what_has_happened_since() -> None:
     meter = Meter("rank 0")
@@ -46,7 +48,7 @@ def test_each_path_is_counted_once_with_its_reason(path: str, tokens: int, count
         landing_bytes=lambda tokens, links: tokens, deliver=lambda rank, word: None, wake=lambda: None,
         stop=lambda drain_s: None,
     )  # fmt: skip
-    office.arrive("t", Address("P", "h", 1, 1), tokens, max(1, tokens), None)
+    office.inbox.append(wanted("t", Address("P", "h", 1, 1), tokens, max(1, tokens), None))
     office.turn(1.0)
     paths = {name: value for name, value in office.counters.items() if name.startswith("path")}
     assert paths == ({counted: 1} if counted else {})

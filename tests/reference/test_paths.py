@@ -10,6 +10,8 @@ from pushkv.reference.office import Office
 from pushkv.reference.ports import Address
 from pushkv.reference.settings import ConnectorSettings, SettingsError
 
+from .said import wanted
+
 PEER = Address("P", "127.0.0.1", 5600, 1)
 
 
@@ -33,7 +35,7 @@ def office(path: str) -> Office:
 )
 def test_the_choice_and_its_reason(path: str, tokens: int, packed: bool, why: str) -> None:
     one = office(path)
-    assert one.arrive("t", PEER, tokens, tokens, None) is packed
+    one.inbox.append(wanted("t", PEER, tokens, tokens, None))
     one.turn(0.0)
     assert one.counters[f"path:{'packed' if packed else 'direct'}, {why}"] == 1
 

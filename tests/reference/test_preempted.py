@@ -11,9 +11,11 @@ import pytest
 
 from pushkv.model.protocol import events as ev
 from pushkv.reference import trace
+from pushkv.reference.ports import Chunk
 
 from .channels import until
 from .inprocess import BLOCKS, Engine, play
+from .said import wanted
 from .test_two_engines import Hosts, Make, Pair, computed_again, hand_over
 
 pytest.importorskip("torch", reason="the caches are torch tensors")
@@ -42,8 +44,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 def told_of(p: Engine, tokens: int, blocks: tuple[list[int]], *, enqueued: bool = False) -> None:
     """The next step computes the first ``tokens`` tokens of ``t``; every rank has heard of it."""
     p.step += 1
-    p.office.blocks("t", blocks, tokens, p.step)
-    p.office.command(ev.Computed("t", tokens, False))
+    p.say(Chunk("t", blocks, tokens, p.step))
     for rank in p.ranks:
         assert until(lambda rank=rank: rank.sending.prompts["t"].last_step == p.step)
         if enqueued:
@@ -53,7 +54,7 @@ def told_of(p: Engine, tokens: int, blocks: tuple[list[int]], *, enqueued: bool 
 def begun(p: Engine, d: Engine, tokens: int = 200) -> None:
     """``t`` runs at P, and D has granted it memory."""
     p.begin("t", tokens)
-    d.office.arrive("t", p.address, tokens, tokens, True)
+    d.say(wanted("t", p.address, tokens, tokens, True))
     for rank in p.ranks:
         senders = rank.endpoint.sender
         assert until(
@@ -121,10 +122,10 @@ def test_what_was_taken_back_can_end(pair: Make, p_tp: int, d_tp: int, end: str)
     told_of(p, 200, first, enqueued=True)
     p.preempt("t", 200, first)
     if end == "aborted":
-        p.office.command(ev.Abort("t", "prefill aborted"))
+        p.say(ev.Abort("t", "prefill aborted"))
         assert d.scatter("t", 0, 200, target) == "prefill aborted"
     else:
-        d.office.tell(ev.Aborted("t"))
+        d.say(ev.Aborted("t"))
         d.until(ev.Fail, "t")
     assert not p.sent("t", first, 200)
     for engine in (p, d):
@@ -140,8 +141,8 @@ def test_a_chunk_of_the_step_that_fences_is_kept(pair: Make, p_tp: int, d_tp: in
     first, second, target = two_lives(p, d)
     begun(p, d)
     p.chunk("t", 64, first)
-    p.office.command(ev.Preempted("t"))
-    p.office.command(ev.Computed("t", 0, False))
+    p.say(ev.Preempted("t"))
+    p.say(ev.Computed("t", 0, False))
     told_of(p, 200, second)
     for rank in p.ranks:
         rank.fence(["t"], p.step)
@@ -167,11 +168,10 @@ def test_what_a_fence_has_overtaken_is_not_told(pair: Make) -> None:
     for rank in p.ranks:
         rank.enqueued(1)
         rank.fence(["t"], 2)
-    p.office.blocks("t", first, 200, 1)
-    p.office.command(ev.Computed("t", 200, False))
+    p.say(Chunk("t", first, 200, 1))
     assert hand_over((p, d), "other", 64, True) == ("", True)
-    p.office.command(ev.Preempted("t"))
-    p.office.command(ev.Computed("t", 0, False))
+    p.say(ev.Preempted("t"))
+    p.say(ev.Computed("t", 0, False))
     p.chunk("t", 200, second)
     assert d.scatter("t", 0, 200, target) == ""
     d.check("t", 0, 200, target)

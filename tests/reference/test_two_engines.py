@@ -13,11 +13,12 @@ import pytest
 
 from pushkv.model.protocol import events as ev
 from pushkv.reference import trace
-from pushkv.reference.ports import BlockIds
+from pushkv.reference.ports import BlockIds, Chunk
 
 from .channels import until
 from .device_like import Event, on_a_device
 from .inprocess import BLOCKS, Engine, Exchange, play
+from .said import held, wanted
 
 pytest.importorskip("torch", reason="the caches are torch tensors")
 
@@ -77,7 +78,7 @@ def hand_over(pair: Pair, tid: str, tokens: int, packed: bool, base: int = 0) ->
 
 def computed_again(p: Engine, d: Engine, source: BlockIds, target: BlockIds) -> None:
     """What P has preempted of the 200 tokens of "t" is computed in ``source``, in two chunks; what D has is right."""
-    p.office.command(ev.Computed("t", 0, False))
+    p.say(ev.Computed("t", 0, False))
     p.chunk("t", 96, source)
     p.chunk("t", 200, source)
     assert d.scatter("t", 0, 200, target) == ""
@@ -165,9 +166,9 @@ def test_giving_way(pair: Make, p_tp: int, d_tp: int) -> None:
     p, d = pair(p_tp, d_tp, landing_bytes=(4 // d_tp) << 12)
     hosts = Hosts(1)
     source, target = hosts.blocks(p, 100), hosts.blocks(d, 100)
-    p.office.tell(ev.Hold("victim", 100))
-    p.office.command(ev.Computed("victim", 0, False))
-    d.office.arrive("victim", p.address, 68, 100, True)
+    p.say(held("victim", 100))
+    p.say(ev.Computed("victim", 0, False))
+    d.say(wanted("victim", p.address, 68, 100, True))
     assert until(lambda: d.office.ledger.landing_free < d.office.ledger.segments)
     assert hand_over((p, d), "heir", 100, True) == ("", True)
     assert d.office.ledger.counters["gave_way"] == 1
@@ -187,7 +188,7 @@ def test_chunks_leave_as_they_are_computed(pair: Make, p_tp: int, d_tp: int, lat
     hosts = Hosts(3)
     source, target = hosts.blocks(p, 200), hosts.blocks(d, 200)
     p.begin("t", 200)
-    d.office.arrive("t", p.address, 200, 200, True)
+    d.say(wanted("t", p.address, 200, 200, True))
     for tokens in (64, 128, 192, 200):
         p.chunk("t", tokens, source, late=late)
     assert d.scatter("t", 0, 200, target) == ""
@@ -212,7 +213,7 @@ def test_a_preempted_prefill_keeps_what_has_landed(pair: Make, p_tp: int, d_tp: 
     blocks = hosts.dice.sample(range(1, BLOCKS), 26)
     first, second, target = (blocks[:13],), (blocks[13:],), hosts.blocks(d, 200)
     p.begin("t", 200)
-    d.office.arrive("t", p.address, 200, 200, True)
+    d.say(wanted("t", p.address, 200, 200, True))
     p.chunk("t", 64, first)
     p.chunk("t", 128, first)
     if landed:
@@ -236,10 +237,10 @@ def test_a_prefill_that_is_aborted_between_chunks(pair: Make, p_tp: int, d_tp: i
     hosts = Hosts(5)
     source, target = hosts.blocks(p, 200), hosts.blocks(d, 200)
     p.begin("t", 200)
-    d.office.arrive("t", p.address, 200, 200, True)
+    d.say(wanted("t", p.address, 200, 200, True))
     p.chunk("t", 128, source)
     p.preempt("t", 128, source)
-    p.office.command(ev.Abort("t", "prefill aborted"))
+    p.say(ev.Abort("t", "prefill aborted"))
     assert d.scatter("t", 0, 200, target) == "prefill aborted"
     assert not p.sent("t", source, 200)
     for engine in (p, d):
@@ -257,12 +258,11 @@ def test_steps_and_gathers_of_a_device(pair: Make, p_tp: int, d_tp: int) -> None
     blocks = hosts.dice.sample(range(1, BLOCKS), 26)
     first, second, target = (blocks[:13],), (blocks[13:],), hosts.blocks(d, 200)
     p.begin("t", 200)
-    d.office.arrive("t", p.address, 200, 200, True)
+    d.say(wanted("t", p.address, 200, 200, True))
 
     def step(tokens: int, where: tuple[list[int]]) -> Event:
         p.step += 1
-        p.office.blocks("t", where, tokens, p.step)
-        p.office.command(ev.Computed("t", tokens, False))
+        p.say(Chunk("t", where, tokens, p.step))
         done = Event()
         for rank in p.ranks:
             rank._mark = lambda: done  # type: ignore[method-assign]
@@ -279,7 +279,7 @@ def test_steps_and_gathers_of_a_device(pair: Make, p_tp: int, d_tp: int) -> None
     p.fill("t", 128, first)
     two.set()
     p.preempt("t", 128, first)
-    p.office.command(ev.Computed("t", 0, False))
+    p.say(ev.Computed("t", 0, False))
     three, four = step(96, second), step(200, second)
     p.fill("t", 200, second)
     three.set()
@@ -312,7 +312,7 @@ def test_random_chunks(pair: Make, seed: int) -> None:
         p.begin(tid, tokens)
         live[tid] = (0, tokens, ([pool.pop() for _ in range(-(-tokens // p.block))],))
         targets[tid] = (dice.sample(range(1, BLOCKS), -(-tokens // d.block)),)
-        d.office.arrive(tid, p.address, tokens, tokens, True)
+        d.say(wanted(tid, p.address, tokens, tokens, True))
     lives = 6
     while live:
         tid = dice.choice(list(live))
@@ -322,18 +322,17 @@ def test_random_chunks(pair: Make, seed: int) -> None:
             lives -= 1
             if dice.random() < 0.5:  # its next step was scheduled, and does not come to run
                 p.step += 1
-                p.office.blocks(tid, blocks, tokens, p.step)
-                p.office.command(ev.Computed(tid, tokens, False))
+                p.say(Chunk(tid, blocks, tokens, p.step))
             p.preempt(tid, done, blocks)
             enough = len(pool) >= len(blocks[0])
             spare = [pool.pop() for _ in blocks[0]] if enough else dice.sample(blocks[0], len(blocks[0]))
             if enough:
                 pool += blocks[0]
-            p.office.command(ev.Computed(tid, 0, False))
+            p.say(ev.Computed(tid, 0, False))
             live[tid] = (0, tokens, (spare,))
         elif chance < 0.2 and lives:
             lives -= 1
-            p.office.command(ev.Abort(tid, "prefill aborted"))
+            p.say(ev.Abort(tid, "prefill aborted"))
             p.until(ev.Release, tid)
             p.fill("somebody else", tokens, blocks)
             aborted.add(tid)
@@ -367,17 +366,16 @@ def test_a_fence_may_overtake_the_words_of_the_step_before(pair: Make) -> None:
     blocks = hosts.dice.sample(range(1, BLOCKS), 26)
     first, second, target = (blocks[:13],), (blocks[13:],), hosts.blocks(d, 200)
     p.begin("t", 200)
-    d.office.arrive("t", p.address, 200, 200, True)
+    d.say(wanted("t", p.address, 200, 200, True))
     assert until(lambda: d.office.ledger.landing_free < d.office.ledger.segments)
     p.step = 1
     for rank in p.ranks:
         rank.enqueued(1)
         rank.fence(["t"], 2)
     p.fill("somebody else", 64, first)
-    p.office.blocks("t", first, 64, 1)
-    p.office.command(ev.Computed("t", 64, False))
+    p.say(Chunk("t", first, 64, 1))
     assert not until(lambda: any(transport.posted for transport in p.transports), patience_s=0.2)
-    p.office.command(ev.Preempted("t"))
+    p.say(ev.Preempted("t"))
     computed_again(p, d, second, target)
     for engine in (p, d):
         engine.emptied()
@@ -390,12 +388,11 @@ def test_a_chunk_waits_for_its_own_step_only(pair: Make) -> None:
     hosts = Hosts(8)
     source, target = hosts.blocks(p, 200), hosts.blocks(d, 200)
     p.begin("t", 200)
-    d.office.arrive("t", p.address, 200, 200, True)
+    d.say(wanted("t", p.address, 200, 200, True))
     p.fill("t", 128, source)
     for number, tokens in enumerate((128, 200), 1):
         event = Event()
-        p.office.blocks("t", source, tokens, number)
-        p.office.command(ev.Computed("t", tokens, False))
+        p.say(Chunk("t", source, tokens, number))
         p.ranks[0]._mark = lambda event=event: event  # type: ignore[method-assign]
         p.ranks[0].enqueued(number)
         if number == 1:
@@ -441,7 +438,7 @@ def test_scatters_planned_as_parts_come(pair: Make, p_tp: int, d_tp: int, monkey
     hosts = Hosts(9)
     source, target = hosts.blocks(p, 200), hosts.blocks(d, 200)
     p.prefill("grown", 200, source)
-    d.office.arrive("grown", p.address, 200, 200, True)
+    d.say(wanted("grown", p.address, 200, 200, True))
     d.fill("before", 200, target)
     assert d.scatter("grown", 70, 200, target) == ""
     d.check("grown", 70, 200, target)

@@ -161,8 +161,7 @@ class VllmLike:
             for slot in range(BLOCK):
                 self.engine.cache.pop((block, slot), None)
         self.lost = []
-        for loading in self.engine.scatter(orders.load):
-            loading.wait()
+        self.engine.scatter(orders.load).wait()
         for request_id, new in scheduled.items():
             self._compute(self.requests[request_id], new)
         if orders.chunks:
