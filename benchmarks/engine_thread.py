@@ -9,12 +9,12 @@ requests until nothing of them is left. The engine is a busy one: other requests
 requests share the steps, a step comes every `--step-ms`, and the thread does not sleep in between.
 
 Such an engine makes its steps anyway, and each costs something with a connector that has nothing to do. So there are
-two numbers: `all` is everything that was spent in the hooks, per request; `own` is that without the price of as many
-steps in which nothing moves: what the request has cost. That price is the median of such steps in the batches
-themselves (`waiting`: other threads copy and post meanwhile, on the same cores); `quiet` is what they cost with nothing
-open. `calls` is how many functions, of Python and of C, the hooks called for a request beyond those of such steps: a
-number that neither caches nor neighbours change. Medians over `--batches`. Times are of this machine: compare within a
-run.
+two numbers: `all` is everything that was spent in the hooks, per request. `own` is what the request has cost: of steps
+in which something moves for one of the batch all that is beyond the price of a step, of the others what vLLM asks about
+the requests that wait. That price is the median of the others (`waiting`: threads of the connector copy and post
+meanwhile, on the same cores); `quiet` is what a step costs with nothing open. `calls` is how many functions, of Python
+and of C, the hooks called for a request beyond those of quiet steps: a number that neither caches nor neighbours
+change. Medians over `--batches`. Times are of this machine: compare within a run.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Costs:
 
     def own(self, at_once: int) -> list[float]:
         """µs per request without those of steps in which nothing moves, ascending."""
-        return sorted((cost.sum - cost.steps * self.waiting) / at_once for cost in self.batches)
+        return sorted(cost.own(self.waiting) / at_once for cost in self.batches)
 
     def all(self, at_once: int) -> list[float]:
         """µs per request, ascending."""
