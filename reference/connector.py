@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -76,6 +76,7 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         self._busy_at = -LINGER_S
         self._pool: Any = None
         self._alone: Any = None  # the only rank, when it is in this process
+        self._said: Collection[Any] = ()  # what the office has not looked at yet
         if role == KVConnectorRole.SCHEDULER:
             rules_of(vllm_config, kv_cache_config, self._setup, KVConnectorBase_V1)  # what is impossible is said now
         else:
@@ -93,7 +94,9 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         alone = local.get(self._setup.engine_id) if len(cards) == 1 and not cards[0].door else None
         self._alone = alone
         open_office = opener_of_offices()
-        self._scheduler = SchedulerSide(open_office(sized(self._setup, cards), cards, alone), rules)
+        office = open_office(sized(self._setup, cards), cards, alone)
+        self._said = office.inbox
+        self._scheduler = SchedulerSide(office, rules)
         self._scheduler.decode.pool = self._pool
         self.__dict__.update(  # asked most: nothing stands between vLLM and the answer
             on_new_request=self._scheduler.on_new_request, get_num_new_matched_tokens=self._scheduler.matched_tokens
@@ -145,7 +148,7 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         """Not for events: when vLLM has looked at all of a step's output."""
-        if self._scheduler is not None:
+        if self._said and self._scheduler is not None:
             self._scheduler.over()
         return ()
 
