@@ -345,6 +345,11 @@ def _own_notes(ours: Sequence[own.Own]) -> Iterator[str]:
             f" simulated {own.TIMES} times. Rows of requests_8b.csv and requests_32b.csv, and of those that end in"
             " again, are of earlier connectors."
         )
+        if any(one.mode == "direct" for one in ours):
+            yield (
+                "Direct rows came after a check of 200 prompts, which had put the servers' free blocks in no order;"
+                " simulated pools start in order, so that some prompts take far fewer descriptors."
+            )
         lost = [f"{one.name} {text}" for one in ours for text in one.lost]
         if lost:
             yield f"Nothing of it was answered, so it is not scored: {', '.join(lost)}."

@@ -264,7 +264,9 @@ class World:
 
     def _reach_beside(self, d: str) -> None:
         """A request that the engine ``d`` computes by itself is there. Nobody counts it: its number is below 0."""
-        _, n, out = self._beside
+        many, n, out = self._beside
+        if not many:  # the load ended while it was on its way
+            return
         self._alone -= 1
         self._alone_open += 1
         flight = Flight(self._alone, d, self.env.ticks, n, out, 0, 0, False)
