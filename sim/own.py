@@ -38,19 +38,21 @@ MODES = {
 class Setup:
     """How the servers and the client of one file were set: `run.py` there has these defaults.
 
-    ``ids``: the client asked for token ids, so that answers carried the prompt's.
+    ``ids``: the client asked for token ids, so that answers carried the prompt's. ``checked``: prompts whose answers
+    were compared before the first row, eight at a time beside two decodes: what puts the free blocks in no order.
     """
 
     model: str
     landing_bytes: int = 5 << 30
     staging_bytes: int = 2 << 30
     ids: bool = False
+    checked: int = 0
     calibration: str = "eager-2-queue"
 
 
 FILES = {
     "hooks/requests.csv": Setup("qwen3-8b", ids=True),
-    "requests_8b_fourth.csv": Setup("qwen3-8b"),
+    "requests_8b_fourth.csv": Setup("qwen3-8b", checked=200),
     "requests_8b_landing.csv": Setup("qwen3-8b", landing_bytes=2_600_000_000),
     "requests_8b_third.csv": Setup("qwen3-8b"),
     "requests_8b_loop.csv": Setup("qwen3-8b", ids=True),
@@ -83,6 +85,7 @@ _COLUMNS = ("mode", "row", "input_len", "sent_s", "prefill_ms", "ttft_ms", "tpot
 _DECODES, _DECODE_TOKENS, _DECODE_PROMPT = 8, 200, 64
 _BUSY_FOR_S = 11.0  # before the first request: one second to begin with, ten to measure the decodes alone
 _LOOP_WIDTH = 2
+_CHECKED = (1, 15, 16, 17, 100, 1000, 3000, 9000)
 TIMES, _LATER_S = 8, 0.618
 """How often a busy row is simulated, and how much later its requests come each time: where in a step of D a prompt
 lands is chance, and such a row has few."""
@@ -208,9 +211,15 @@ def _row(file: str, text: str, lines: list[dict[str, str]]) -> Row:
     )
 
 
+def _check(count: int) -> Workload:
+    """The prompts of a check. Which length each has is chance here, too."""
+    lengths = np.random.default_rng(0).choice(_CHECKED, count).astype(np.int32)
+    return Workload(np.zeros(count), lengths, np.full(count, 8, dtype=np.int32), width=8, beside=(2, 64, 200))
+
+
 def total(own: Own) -> int:
     """How many requests `replay` simulates."""
-    return len(_WARM_UP) + sum(row.times * len(row.sent_s) for row in own.rows)
+    return len(_WARM_UP) + own.setup.checked + sum(row.times * len(row.sent_s) for row in own.rows)
 
 
 def replay(own: Own, *, progress: Progress | None = None) -> Iterator[tuple[Row, Prediction]]:
@@ -229,14 +238,15 @@ def replay(own: Own, *, progress: Progress | None = None) -> Iterator[tuple[Row,
             "requests": total(own),
         },
     )
-    loads = [_WARM_UP, *(row.load(setup.ids, turn) for row in own.rows for turn in range(row.times))]
+    before = [_WARM_UP, _check(setup.checked)] if setup.checked else [_WARM_UP]
+    loads = [*before, *(row.load(setup.ids, turn) for row in own.rows for turn in range(row.times))]
     stages: list[tuple[float, ...]] = []
     log = world.run(plan, arrivals=loads, progress=progress, stages=stages).log
     order = np.argsort(log.column("arrival_s"), kind="stable")
     log = log.rows(order)
     at = np.array(stages)[order]
     leg_end = log.column("arrival_s") + log.column("prefill_s")
-    first = len(_WARM_UP)
+    first = sum(map(len, before))
     for row in own.rows:
         count = len(row.sent_s)
         rows = first + np.arange(row.times)[:, None] * count + np.flatnonzero(row.answered)

@@ -347,8 +347,8 @@ def _own_notes(ours: Sequence[own.Own]) -> Iterator[str]:
         )
         if any(one.mode == "direct" for one in ours):
             yield (
-                "Direct rows came after a check of 200 prompts, which had put the servers' free blocks in no order;"
-                " simulated pools start in order, so that some prompts take far fewer descriptors."
+                "Direct transfers are predicted too short: nothing was fitted to them, and beside a busy P their"
+                " descriptors take longer than alone."
             )
         lost = [f"{one.name} {text}" for one in ours for text in one.lost]
         if lost:

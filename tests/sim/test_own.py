@@ -45,13 +45,13 @@ def found() -> Validation:
 
 
 def test_hand_overs_are_predicted(found: Validation) -> None:
-    """Medians: of the present connector within 15 %, of earlier ones and of vLLM's on these servers within 21 %. Of
-    direct transfers only the half of it: their blocks had been put in no order before.
+    """Medians: of the present connector within 15 %, of earlier ones and of vLLM's on these servers within 21 %; of
+    direct transfers, to which nothing was fitted, within 40 %.
     """
     handovers = [check for check in found.checks if check.what == "hand-over"]
     assert len(handovers) >= 50
     for check in handovers:
-        limit = 0.55 if " direct " in check.name else 0.15 if check.name.startswith(CURRENT) else 0.21
+        limit = 0.40 if " direct " in check.name else 0.15 if check.name.startswith(CURRENT) else 0.21
         assert check.predicted == pytest.approx(check.measured, rel=limit), check.name
 
 
