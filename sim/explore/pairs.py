@@ -65,9 +65,11 @@ def play(case: Case, *, transcript: bool = False) -> Played:
 
 
 def ample(profile: Profile, settings: Settings) -> tuple[Profile, Settings]:
-    """The same where nobody takes anything from anybody."""
+    """The same where nobody takes anything from anybody. Ranks that are due at the same instant have their turns in one
+    order, whoever armed its timer first: they draw from the chance of the same transfer.
+    """
     return (
-        replace(profile, inside_s=0.0, timer_late_s=0.0, blocks=1000, preempts=0.0),
+        replace(profile, inside_s=0.0, timer_late_s=0.0, rank_late_s=1e-6, blocks=1000, preempts=0.0),
         replace(
             settings, landing_segments=1000, staging_bytes=1 << 30, remembered_ids=10_000, tombstones_per_link=10_000,
             open_per_link=1000,

@@ -124,7 +124,7 @@ class Process:
         wake_at = endpoint.wake_at
         if wake_at < self._timer[rank]:
             self._timer[rank] = wake_at
-            late = self._draw() * world.profile.timer_late_s
+            late = self._draw() * world.profile.timer_late_s + rank * world.profile.rank_late_s
             self.later((wake_at - now if wake_at > now else 0.0) + late, self._timed, rank, wake_at)
         if wake_at <= now:
             raise AssertionError(f"{self.name}/{rank} wants to be woken in the past: {wake_at} at {now}")

@@ -27,6 +27,8 @@ class Profile:
     duplicate: float = 0.0
     inside_s: float = 0.01
     timer_late_s: float = 0.02
+    rank_late_s: float = 0.0
+    """How much later than its neighbour each rank sees its timer: so what falls due at one instant has an order."""
     connect_s: float = 0.1
     unfit: float = 0.0
     pack_s: float = 0.02

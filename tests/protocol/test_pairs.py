@@ -36,6 +36,14 @@ def test_a_request_sent_to_the_wrong_engine_counts_for_both() -> None:
     assert check(STALLED, "hostile", "fan-in", 5057).violation == ""
 
 
+@pytest.mark.parametrize("seed", [313750, 315850])
+def test_ranks_that_are_due_at_one_instant_have_one_order(seed: int) -> None:
+    """Two ranks give up on the same transfer at once, and their words draw from its chance one after the other: in
+    whatever order, if beats to the stalled peer had a say in it, and the transfer's history with it.
+    """
+    assert check(STALLED, "hostile", "tp2", seed).violation == ""
+
+
 def test_a_pause_is_measured_link_by_link() -> None:
     """How late a stalled peer's timer is says nothing of the others' silence. (It was once measured by the earliest
     timer of all.)
