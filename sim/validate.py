@@ -159,7 +159,7 @@ def _own_checks(one: own.Own, row: own.Row, found: Prediction) -> list[Check]:
     ok = row.answered
     leg, ttft, tpot = row.leg_ms[ok], row.ttft_ms[ok], row.tpot_ms[ok]
     limit = 0.15 if np.median(row.input_len) < _LONG else 0.10
-    group = f"{_OWN_IN if one.fitted(row) else _OWN}"
+    group = _OWN_IN if one.fitted(row) else _OWN
 
     def check(what: str, measured: np.floating, predicted: np.floating, limit: float | None = None) -> Check:
         name = f"{one.name} {row.name} {what}"
@@ -178,7 +178,7 @@ def _own_checks(one: own.Own, row: own.Row, found: Prediction) -> list[Check]:
 def _own_stages(one: own.Own, row: own.Row, found: Prediction) -> list[Stages]:
     """One, where the hand-overs were written down, of the stages that both know: a direct transfer gathers nothing."""
     both = (row.stages_ms, found.stages_ms)
-    names = [name for name in own.STAGES if all(np.isfinite(one[name]).any() for one in both)]
+    names = [name for name in own.STAGES if all(np.isfinite(stages[name]).any() for stages in both)]
     if not names:
         return []
     measured = {name: float(np.nanmedian(row.stages_ms[name])) for name in names}
