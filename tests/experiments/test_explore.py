@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -16,17 +15,14 @@ from typing import Any
 import pytest
 
 from pushkv.sim.explore import runner, tally
+from tests.scripts import script
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "explore" / "run.py"
 
 
 @pytest.fixture(scope="module")
 def run() -> Any:
-    spec = importlib.util.spec_from_file_location("explore_run", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(SCRIPT)
 
 
 def changed(path: Path, **versions: str) -> None:

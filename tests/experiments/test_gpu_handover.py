@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,15 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.scripts import script
+
 FOLDER = Path(__file__).parents[2] / "experiments" / "gpu_handover"
 
 
 def module(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"gpu_handover_{name}", FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    return script(FOLDER / f"{name}.py")
 
 
 report = module("report")

@@ -205,10 +205,7 @@ def test_a_prefill_engine_that_falls_silent(packed: bool, recompute: bool) -> No
     d = pair.decode(prompt)
     pair.prefill(prompt, transfer_id="another")  # so that they know each other
     pair.steps(3)
-    pair.cluster.cut.add("P")
-    for _ in range(40):
-        pair.d.step()
-        pair.cluster.wait(0.5)
+    pair.p_falls_silent()
     assert d.status is (Status.STOPPED if recompute else Status.ERROR)
 
 
@@ -224,10 +221,7 @@ def test_the_log_says_why_a_prompt_did_not_come(packed: bool, caplog: pytest.Log
     pair.d.abort(given_up)
     pair.cluster.stuck = True
     pair.steps(4)
-    pair.cluster.cut.add("P")
-    for _ in range(40):
-        pair.d.step()
-        pair.cluster.wait(0.5)
+    pair.p_falls_silent()
     said: dict[str, list[tuple[str, str]]] = {one.request_id: [] for one in (unnamed, given_up, late, silent)}
     for record in caplog.records:
         name, peer, reason = record.args
@@ -246,10 +240,7 @@ def test_a_direct_load_that_fails_unsettled_gives_its_error_at_once_and_its_bloc
     pair.cluster.stuck = True
     pair.steps(4)
     assert pair.p.engine.held_writes and d.status is Status.REMOTE
-    pair.cluster.cut.add("P")
-    for _ in range(40):
-        pair.d.step()
-        pair.cluster.wait(0.5)
+    pair.p_falls_silent()
     assert d.status is Status.ERROR
     assert d.request_id in pair.d.requests and len(pair.d.free) < 64
     pair.cluster.cut.clear()
@@ -266,10 +257,7 @@ def test_a_direct_load_that_fails_unsettled_is_not_computed_into_the_same_blocks
     d = pair.decode(prompt)
     pair.cluster.stuck = True
     pair.steps(4)
-    pair.cluster.cut.add("P")
-    for _ in range(40):
-        pair.d.step()
-        pair.cluster.wait(0.5)
+    pair.p_falls_silent()
     assert d.status is Status.REMOTE
     pair.cluster.cut.clear()
     pair.cluster.stuck = False

@@ -351,6 +351,13 @@ class Pair:
             self.d.step()
             self.cluster.settle()
 
+    def p_falls_silent(self) -> None:
+        """Nothing of P comes through any more, and D waits far longer than it must."""
+        self.cluster.cut.add("P")
+        for _ in range(40):
+            self.d.step()
+            self.cluster.wait(0.5)
+
     def until_quiet(self, most: int = 200, *, seconds: float = 0.0) -> None:
         """Steps until neither engine would go on; the time passes between steps."""
         self.cluster.settle()

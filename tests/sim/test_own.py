@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,20 +18,13 @@ from pushkv.sim.measured import Files, find_data
 from pushkv.sim.metrics import RequestLog
 from pushkv.sim.report import Validation
 from pushkv.sim.workload import Workload
+from tests.scripts import script
 
 from .worlds import scenario
 
 RUN = Path(__file__).parents[2] / "experiments" / "gpu_handover"
 CURRENT = ("fourth ", "landing ", "third ", "loop ", "32b_fourth ", "32b_third ")
 """Runs of the connector as it is."""
-
-
-def _module(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"gpu_handover_{name}", RUN / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +64,7 @@ def test_in_sample_are_the_rows_that_were_fitted_to_and_no_others(found: Validat
 
 def test_constants_are_where_the_rows_put_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(RUN))
-    for name, value, has, rows in _module("fit").fitted():
+    for name, value, has, rows in script(RUN / "fit.py").fitted():
         assert has == pytest.approx(value, rel=0.02), (name, rows)
     sys.modules.pop("staged", None)
 
@@ -106,7 +97,7 @@ def _written(folder: Path, rows: dict[tuple[str, str], list[tuple[float, int, in
             lines.append([mode, row, length, "id", f"{sent_s:.4f}", "500.0", *times, tokens, error, *stages, *[""] * 6])
     with (folder / "requests_8b_third.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(_module("report").COLUMNS)
+        writer.writerow(script(RUN / "report.py").COLUMNS)
         writer.writerows(lines)
     return Files((folder,))
 

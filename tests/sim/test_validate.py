@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +16,7 @@ from pushkv.model.timing import profiles
 from pushkv.sim import cli, h200_pair, measured, own, report, scenario, validate, world
 from pushkv.sim.errors import BadInput
 from pushkv.sim.report import Validation
+from tests.scripts import script
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "h200_pair"
 DATA = EXPERIMENT / "data"
@@ -36,11 +36,7 @@ def servers() -> list[measured.Server]:
 
 @pytest.fixture(scope="module")
 def fit() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("h200_pair_fit", EXPERIMENT / "fit.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(EXPERIMENT / "fit.py")
 
 
 # ---- what is compared ----------------------------------------------------------------------------------------------
