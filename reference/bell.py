@@ -24,26 +24,32 @@ class Waits(Protocol):
 
 
 class Bell:
-    """Its thread runs from the first ``watch`` on. ``ring`` is called on it, once per copy."""
+    """``ring`` is called once per copy, on a thread that runs from the first ``watch`` on: one for the copies of each
+    stream, as these end in order.
+    """
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring
-        self._copies: SimpleQueue[Waits | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._copies: dict[bool, SimpleQueue[Waits | None]] = {waiting: SimpleQueue() for waiting in (False, True)}
+        self._running: set[bool] = set()
 
-    def watch(self, copy: Waits) -> None:
-        """Ring when ``copy`` is done, and those watched before it."""
-        self._copies.put(copy)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pushkv-bell", daemon=True)
-            self._thread.start()
+    def watch(self, copy: Waits, *, waiting: bool = False) -> None:
+        """Ring when ``copy`` is done, and those watched before it. ``waiting``: it is behind an event, and those that
+        are not do not wait for it.
+        """
+        copies = self._copies[waiting]
+        copies.put(copy)
+        if waiting not in self._running:
+            self._running.add(waiting)
+            threading.Thread(target=self._run, args=(copies,), name="pushkv-bell", daemon=True).start()
 
     def close(self) -> None:
         """Ring no more."""
-        self._copies.put(None)
+        for copies in self._copies.values():
+            copies.put(None)
 
-    def _run(self) -> None:
-        while (copy := self._copies.get()) is not None:
+    def _run(self, copies: SimpleQueue[Waits | None]) -> None:
+        while (copy := copies.get()) is not None:
             try:
                 copy.wait()
             except Exception:  # the transfer thread finds out for itself

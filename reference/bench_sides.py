@@ -66,7 +66,9 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measurement. path: direct, each (direct, but a descriptor per block) or packed."""
+    """One measurement. path: direct, each (direct, but a descriptor per block), packed, or copy (from P's cache to P's
+    pool, as it lies).
+    """
 
     path: str
     tokens: int
@@ -182,6 +184,9 @@ class _Prefill(_Side):
         """Measures case by case until None comes."""
         pipe.send(("ready", None))
         while (case := pipe.recv()) is not None:
+            if case.path == "copy":
+                pipe.send(("row", self.copied(case)))
+                continue
             self.other.send(case)
             self.hear()
             pipe.send(("row", self.measure(case)))
@@ -217,6 +222,20 @@ class _Prefill(_Side):
             "total_s": ended - begun + scatter_s,
             "equal": equal,
         }
+
+    def copied(self, case: Case) -> dict[str, Any]:
+        """A prompt's bytes, which lie in one stretch of each region, to the pool."""
+        each = self.shard.part_bytes(Part.whole(0, case.tokens)) // len(self.regions)
+        pool = self.pool.tensor[: each * len(self.regions)].view(len(self.regions), each)
+        self.settle()
+        begun = time.perf_counter()
+        for region, target in zip(self.regions, pool, strict=True):
+            target.copy_(region[:each])
+        self.settle()
+        took_s = time.perf_counter() - begun
+        row = dict.fromkeys(("gather_s", "make_s", "post_s", "wire_s", "scatter_s"), 0.0)
+        equal = all(self.torch.equal(a[:each], b) for a, b in zip(self.regions, pool, strict=True))
+        return {"descriptors": len(pool), "bytes": pool.numel(), "total_s": took_s, "equal": equal, **row}
 
     def packed(self, case: Case, src: list[BlockTable]) -> tuple[list[Write], float]:
         """Gathers and posts part by part: the writes, and when the first part was gathered."""

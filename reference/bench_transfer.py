@@ -4,7 +4,8 @@ Decides which cases are measured, and how they are reported: a table, JSON, and 
 calibrate` fits posting constants to. What one measurement is, is in `bench_sides`.
 
 Cases: every size by every fragmentation. Fragmentation is the number of blocks that follow each other in memory, on
-both sides, in otherwise random order; `all` is one stretch, where `each` posts a descriptor per block nonetheless.
+both sides, in otherwise random order; `all` is one stretch, where `each` posts a descriptor per block nonetheless, and
+`copy` stays within P's memory. So `all direct` is the wire at its best, and `all copy` one pass over the bytes.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def run(request: Request, progress: Callable[[str], object] = lambda text: None)
         rows = []
         for tokens in request.tokens:
             for stretch in request.runs:
-                for path in ("direct", "packed") if stretch else ("direct", "each", "packed"):
+                for path in ("direct", "packed") if stretch else ("copy", "direct", "each", "packed"):
                     progress(f"{tokens} tokens, runs of {stretch or 'all'}, {path}")
                     case = Case(path, tokens, stretch, seed=tokens + stretch)
                     measured = []
@@ -129,6 +130,8 @@ def to_csv(document: Mapping[str, Any]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
     for row in document["rows"]:
+        if row["path"] == "copy":
+            continue
         many = row["path"] == "direct" and row["run"] > 0
         us = {key: round(row[f"{key}_ms"] * 1e3, 1) for key in ("make", "post", "wire", "total", "gather", "scatter")}
         writer.writerow(

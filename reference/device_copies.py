@@ -69,11 +69,13 @@ class Ahead(NamedTuple):
         return self.row_bytes, self.group, self.stride, self.room, self.origins.tobytes()
 
 
-def copier(regions: Sequence[torch.Tensor], pool: torch.Tensor, segment_bytes: int, stream: Any) -> Any:
-    """The best copier for where ``pool`` lies."""
+def copier(
+    regions: Sequence[torch.Tensor], pool: torch.Tensor, segment_bytes: int, stream: Any, waiting: Any = None
+) -> Any:
+    """The best copier for where ``pool`` lies. ``stream``, ``waiting``: as for ``DeviceCopier``."""
     if pool.is_cuda:
         try:
-            return DeviceCopier(regions, pool, segment_bytes, stream)
+            return DeviceCopier(regions, pool, segment_bytes, stream, waiting)
         except ImportError:
             pass  # no Triton: slower, the same bytes
     return Copier(regions, pool, segment_bytes, stream)
@@ -81,12 +83,18 @@ def copier(regions: Sequence[torch.Tensor], pool: torch.Tensor, segment_bytes: i
 
 class DeviceCopier:
     """Copies between cache regions and one pool. ``regions``, ``pool``: flat uint8 tensors. ``stream``: where to run.
+    ``waiting``: where copies run that wait for an event, if not there, so that those that need not are not behind them.
 
     Raises ``ImportError`` without Triton.
     """
 
     def __init__(
-        self, regions: Sequence[torch.Tensor], pool: torch.Tensor, segment_bytes: int, stream: Any = None
+        self,
+        regions: Sequence[torch.Tensor],
+        pool: torch.Tensor,
+        segment_bytes: int,
+        stream: Any = None,
+        waiting: Any = None,
     ) -> None:
         from pushkv.reference import device_kernel
 
@@ -95,9 +103,10 @@ class DeviceCopier:
                 raise CopyError(f"a region or pool must be flat uint8, not {tuple(tensor.shape)} {tensor.dtype}")
         self._kernel = device_kernel
         self._keep = (*regions, pool)
-        self._pool, self._segment_bytes, self._stream = pool, segment_bytes, stream
+        self._pool, self._segment_bytes = pool, segment_bytes
         self._device = pool.device
-        self._lists = Lists(pool.device) if pool.is_cuda else None
+        lanes = [(each, Lists(pool.device) if pool.is_cuda else None) for each in (stream, waiting)[: 1 + bool(waiting)]]
+        self._lanes = lanes[0], lanes[-1]
         self._bases = np.asarray([int(tensor.data_ptr()) for tensor in regions], np.int64)
         self._sizes = np.asarray([tensor.numel() for tensor in regions], np.int64)
 
@@ -130,7 +139,8 @@ class DeviceCopier:
     def _copy(self, batches: list[Rows], places: Longs, after: Any, gather: bool) -> Copy:
         size = self._segment_bytes
         run = self._kernel.run
-        return Copy(*run(batches, places, size, self._device, self._stream, after, self._lists, gather=gather))
+        stream, lists = self._lanes[after is not None]
+        return Copy(*run(batches, places, size, self._device, stream, after, lists, gather=gather))
 
     def prepare(self, slotted: Sequence[Slotted], offset: int) -> list[Ahead]:
         """What of a scatter can be worked out before its blocks are known; the part's packed bytes begin at ``offset``.
@@ -188,7 +198,7 @@ class DeviceCopier:
     def warm(self, *, gather: bool) -> None:
         """Compile what copies will most likely need."""
         shapes = [Rows(np.zeros(0, np.int64), np.zeros((0, 3), np.int64), row, 8) for row in (_ROW_BYTES, 64)]
-        self._kernel.warm(self._device, self._segment_bytes, self._stream, shapes, gather=gather)
+        self._kernel.warm(self._device, self._segment_bytes, self._lanes[0][0], shapes, gather=gather)
 
 
 def rows_of(

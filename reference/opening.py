@@ -71,7 +71,7 @@ def open_rank(setup: EngineSetup, rank: int, layout: Layout, regions: Sequence[A
     trace = None
     if settings.trace:
         trace = Trace(settings.trace + own, protocol, setup.tp_size, {rank: incarnation}, setup.engine_id)
-    gathers = copier(regions, staging.tensor, segment, _stream(device))
+    gathers = copier(regions, staging.tensor, segment, _stream(device), _stream(device))
     scatters = copier(regions, landing.tensor, segment, _stream(device))
     if isinstance(gathers, DeviceCopier) and isinstance(
         scatters, DeviceCopier

@@ -125,17 +125,23 @@ class Sending:
             found = self.prompts.get(command.transfer_id)
             if found is not None and (command.tokens, step) in found.chunks:  # else it is lost, or finished since
                 self.rank.pending.append(command)
-        marks = self._marks
-        marks.append(word)
-        while marks and (marks[0].event is None or marks[0].event.query()):
-            self._over_step = marks.popleft().step
+        self._marks.append(word)
+        self._look_over()
         for prompt in self.prompts.values():
             if prompt.last_step == word.step:
                 prompt.enqueued_s = word.at_s
         self._start()
 
+    def _look_over(self) -> None:
+        """Which steps are done by now."""
+        marks = self._marks
+        while marks and (marks[0].event is None or marks[0].event.query()):
+            self._over_step = marks.popleft().step
+
     def _behind(self, step: int) -> Any:
         """The event that says that ``step`` is done; ``None`` when it is."""
+        if step > self._over_step:
+            self._look_over()
         if step <= self._over_step:
             return None
         return next(mark.event for mark in self._marks if mark.step >= step)
@@ -266,9 +272,10 @@ class Sending:
             staged.segments = segments
             try:
                 gather = plan_gather(shard, prompt.source(), part)
-                staged.copy = self.copier.gather(gather, segments, 0, self._behind(step))
+                after = self._behind(step)
+                staged.copy = self.copier.gather(gather, segments, 0, after)
                 if self.rank.bell is not None:
-                    self.rank.bell.watch(staged.copy)
+                    self.rank.bell.watch(staged.copy, waiting=after is not None)
             except BaseException:
                 self.staging.give(segments)
                 raise

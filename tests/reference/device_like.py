@@ -47,23 +47,24 @@ class LateCopy:
 
 
 class LateCopier:
-    """A copier whose copies run on a thread, one after the other, each behind its ``after``."""
+    """A copier whose copies run one after the other on a thread, those with an ``after`` on another, behind it."""
 
     def __init__(self, copier: Copier, delay_s: float) -> None:
         self._copier, self._delay_s = copier, delay_s
-        self._work: SimpleQueue[Any] = SimpleQueue()
+        self._lanes: tuple[SimpleQueue[Any], SimpleQueue[Any]] = SimpleQueue(), SimpleQueue()
         self.waited = 0
-        threading.Thread(target=self._run, daemon=True).start()
+        for lane in self._lanes:
+            threading.Thread(target=self._run, args=(lane,), daemon=True).start()
 
     def gather(self, plan: Plan, segments: Sequence[int], offset: int = 0, after: Any = None) -> LateCopy:
         event = Event()
         self.waited += after is not None and not after.query()
-        self._work.put((plan, list(segments), offset, after, event))
+        self._lanes[after is not None].put((plan, list(segments), offset, after, event))
         return LateCopy(event)
 
-    def _run(self) -> None:
+    def _run(self, lane: SimpleQueue[Any]) -> None:
         while True:
-            plan, segments, offset, after, event = self._work.get()
+            plan, segments, offset, after, event = lane.get()
             if after is not None:
                 after.synchronize()
             time.sleep(self._delay_s)

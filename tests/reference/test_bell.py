@@ -35,3 +35,27 @@ def test_it_rings_when_a_copy_is_done() -> None:
     late.done.set()
     bell.watch(late)
     assert not until(lambda: len(rings) > len(copies), patience_s=0.05)
+
+
+def test_a_copy_that_waits_delays_no_other() -> None:
+    rings: list[int] = []
+    bell = Bell(lambda: rings.append(1))
+    waiting, other = Copy(), Copy()
+    bell.watch(waiting, waiting=True)
+    bell.watch(other)
+    other.done.set()
+    assert until(lambda: len(rings) == 1)
+    waiting.done.set()
+    assert until(lambda: len(rings) == 2)
+    bell.close()
+
+
+def test_nothing_begins_behind_its_end() -> None:
+    rings: list[int] = []
+    bell = Bell(lambda: rings.append(1))
+    bell.close()
+    for waiting in (False, True):
+        copy = Copy()
+        copy.done.set()
+        bell.watch(copy, waiting=waiting)
+    assert not until(lambda: bool(rings), patience_s=0.05)

@@ -57,8 +57,8 @@ def test_a_small_run(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main(["bench-transfer", *SMALL, "--layout", layout, "--json", "-", "--csv", str(table)]) == 0
     document = json.loads(capsys.readouterr().out)
     rows = document["rows"]
-    assert [row["path"] for row in rows[:7]] == ["direct", "packed", "direct", "packed", "direct", "each", "packed"]
-    assert len(rows) == 14 and all(row["bytes_equal"] for row in rows)
+    assert [row["path"] for row in rows[:8]] == [*2 * ["direct", "packed"], "copy", "direct", "each", "packed"]
+    assert len(rows) == 16 and all(row["bytes_equal"] for row in rows)
     assert {row["bytes"] for row in rows} == {2 * 4096 * 64, 2 * 4096 * 256}
     one = {(row["tokens"], row["run"], row["path"]): row["descriptors"] for row in rows}
     each = 4 if layout == "apart" else 2  # regions
@@ -67,5 +67,7 @@ def test_a_small_run(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert one[256, 1, "packed"] == 1
     with table.open() as file:
         lines = list(csv.DictReader(file))
+    posted = [row["path"] for row in rows if row["path"] != "copy"]
+    assert [line["path"] for line in lines] == posted
     assert tuple(lines[0]) == bench_transfer.CSV_COLUMNS
     assert calibrate_posting(lines).write is not None  # what `pushkv calibrate` does with it

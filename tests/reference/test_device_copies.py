@@ -180,7 +180,7 @@ def test_on_a_device_the_host_never_waits(monkeypatch: pytest.MonkeyPatch) -> No
     segments = list(range(-(-shard.part_bytes(part) // 65536)))
     copier = DeviceCopier(regions, pools[0].tensor, 65536, stream)
     monkeypatch.setattr(copier, "_device", device)
-    monkeypatch.setattr(copier, "_lists", Lists(torch.device("cpu")))
+    monkeypatch.setattr(copier, "_lanes", [(stream, Lists(torch.device("cpu")))] * 2)
     cuda.current = engine
     copy = copier.gather(gather, segments, 0, "after")
     assert stream.did == ["send", ("wait", "after"), "launch", "record"]
@@ -190,6 +190,31 @@ def test_on_a_device_the_host_never_waits(monkeypatch: pytest.MonkeyPatch) -> No
     size = shard.part_bytes(part)
     assert torch.equal(pools[0].tensor[:size], pools[1].tensor[:size])
     assert copy._event is not None
+
+
+def test_copies_that_wait_have_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs no event is not behind what does, and is not kept out by its lists either."""
+    layout = dense_layout("P", "interleaved", ["a", "b"], **CACHE)
+    (shard,) = pair([layout], [layout])
+    gather = plan_gather(shard, [block_table([5, 1])], Part.whole(0, 20))
+    regions = [torch.zeros(size, dtype=torch.uint8) for size in layout.regions]
+    pool = SegmentPool(64, 65536).tensor
+    ran: list[tuple[Any, Any, Any]] = []
+
+    def run(batches: Any, places: Any, size: int, device: Any, stream: Any, after: Any, lists: Any, **_: Any) -> Any:
+        ran.append((stream, after, lists))
+        return None, None
+
+    for streams in (("at once", "waiting"), ("at once",)):
+        copier = DeviceCopier(regions, pool, 65536, *streams)
+        monkeypatch.setattr(copier, "_kernel", SimpleNamespace(run=run))
+        for after in (None, "step 7"):
+            copier.gather(gather, [0, 1, 2], 0, after)
+    assert [one[:2] for one in ran] == [
+        ("at once", None), ("waiting", "step 7"), ("at once", None), ("at once", "step 7"),
+    ]  # fmt: skip
+    two, one = DeviceCopier(regions, pool, 65536, 1, 2), DeviceCopier(regions, pool, 65536, 1)
+    assert two._lanes[0] is not two._lanes[1] and one._lanes[0] is one._lanes[1]
 
 
 @pytest.mark.parametrize("axes", ["interleaved", "nhd_apart", "hnd_paired"])

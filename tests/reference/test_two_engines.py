@@ -381,6 +381,39 @@ def test_a_fence_may_overtake_the_words_of_the_step_before(pair: Make) -> None:
         engine.emptied()
 
 
+def test_a_prompt_that_is_computed_is_not_behind_one_that_is_not(pair: Make) -> None:
+    """D asks for the first prompt when its step is over, and the second's gather waits for the next step already."""
+    p, d = pair(1, 1)
+    late = on_a_device(p.ranks[0])
+    hosts = Hosts(9)
+    sources = {name: hosts.blocks(p, 60) for name in ("first", "second")}
+    targets = {name: hosts.blocks(d, 60) for name in sources}
+    for name in sources:
+        p.begin(name, 60)
+    d.say(wanted("second", p.address, 60, 60, True))
+    steps = []
+    for number, (name, source) in enumerate(sources.items(), 1):
+        event = Event()
+        steps.append(event)
+        p.say(Chunk(name, source, 60, number))
+        p.ranks[0]._mark = lambda event=event: event  # type: ignore[method-assign]
+        p.ranks[0].enqueued(number)
+    assert until(lambda: late.waited == 1)
+    p.fill("first", 60, sources["first"])
+    steps[0].set()
+    d.say(wanted("first", p.address, 60, 60, True))
+    assert d.scatter("first", 0, 60, targets["first"]) == ""
+    assert not steps[1].query()
+    p.fill("second", 60, sources["second"])
+    steps[1].set()
+    assert d.scatter("second", 0, 60, targets["second"]) == ""
+    for name, source in sources.items():
+        d.check(name, 0, 60, targets[name])
+        assert p.sent(name, source, 60)
+    for engine in (p, d):
+        engine.emptied()
+
+
 def test_a_chunk_waits_for_its_own_step_only(pair: Make) -> None:
     """Also when it waits for staging memory while the next step is told of: that one has not run yet."""
     p, d = pair(1, 1, staging_bytes=1 << 12)
