@@ -105,7 +105,8 @@ class DeviceCopier:
         self._keep = (*regions, pool)
         self._pool, self._segment_bytes = pool, segment_bytes
         self._device = pool.device
-        lanes = [(each, Lists(pool.device) if pool.is_cuda else None) for each in (stream, waiting)[: 1 + bool(waiting)]]
+        streams = (stream,) if waiting is None else (stream, waiting)
+        lanes = [(each, Lists(pool.device) if pool.is_cuda else None) for each in streams]
         self._lanes = lanes[0], lanes[-1]
         self._bases = np.asarray([int(tensor.data_ptr()) for tensor in regions], np.int64)
         self._sizes = np.asarray([tensor.numel() for tensor in regions], np.int64)
