@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from pushkv.model.layout import (
     scatter_ahead,
 )
 
+from .copies import Copy
 from .device_copies import Ahead, DeviceCopier, copier
 from .grants import part_offset
 from .pools import SegmentPool, cross, spread
@@ -236,23 +238,36 @@ class _Prefill(_Side):
         return {"descriptors": len(pool), "bytes": pool.numel(), "total_s": took_s, "equal": equal, **row}
 
     def packed(self, case: Case, src: list[BlockTable]) -> tuple[list[Write], float]:
-        """Gathers and posts part by part: the writes, and when the first part was gathered. A part is planned and
-        gathered while the one before it is on its way, so each is posted before the next one is looked at.
+        """Gathers and posts part by part: the writes, and when the first part was gathered. That one is on its way
+        before the second is planned; from then on planning is ahead.
         """
         segments = self.segments(case)
+        copies: deque[tuple[Copy, int, int]] = deque()
         writes: list[Write] = []
         first = 0.0
         for part, offset in self.parts(case):
             copy = self.copier.gather(plan_gather(self.shard, src, part), segments, offset)
-            while not copy.done():
-                for write in writes:
-                    self.transport.poll(write)
-            first = first or time.perf_counter()
-            size = self.shard.part_bytes(part)
+            copies.append((copy, offset, self.shard.part_bytes(part)))
+            at = self.gathered(copies, writes, segments)
+            while not writes:
+                at = self.gathered(copies, writes, segments)
+            first = first or at
+        while copies:
+            self.gathered(copies, writes, segments)
+        return writes, first
+
+    def gathered(self, copies: deque[tuple[Copy, int, int]], writes: list[Write], segments: list[int]) -> float:
+        """Posts what is gathered; when, if it was something."""
+        at = 0.0
+        while copies and copies[0][0].done():
+            at = at or time.perf_counter()
+            _, offset, size = copies.popleft()
             ours = self.pool.spread(segments, offset, size)
             theirs = spread(self.their_pool, self.pool.count, self.sizes.segment_bytes, segments, offset, size)
             writes.append(self.transport.post(self.agent, *cross(ours, theirs, _LARGE_BYTES), notice=b"landed"))
-        return writes, first
+        for write in writes:
+            self.transport.poll(write)
+        return at
 
     def addresses(self, direct: Plan, each_block: bool) -> tuple[Longs, Longs, Longs]:
         spans = direct.spans(1 << 24)
