@@ -124,7 +124,7 @@ class World:
         self.faults = 0
         self.spoils: set[str] = set()
         """Kinds of what the driver did."""
-        self._ill: dict[str, tuple[str, float]] = {}
+        self._ill: dict[tuple[str, str], float] = {}
         """What was done to an engine, and until when it may make transfers fail."""
         self._looks = 0
         self._numbers = count(1)
@@ -241,25 +241,21 @@ class World:
         self.faults += 1
         self.spoils.add(why)
         for engine in engines:
-            self._ill[engine] = (why, float("inf"))
+            self._ill[engine, why] = float("inf")
         for request in self.requests.values():
             if not request.outcome and (request.p in engines or request.d in engines):
                 request.spoiled = request.spoiled or why
 
-    def _recover(self, *engines: str) -> None:
-        """``engines`` are well again, once whoever suspects them has looked."""
+    def _recover(self, why: str, *engines: str) -> None:
+        """``why`` ails ``engines`` no more, once whoever suspects them has looked; something else still may."""
         s = self.settings
         for engine in engines:
-            why, _ = self._ill.get(engine, ("", 0.0))
-            self._ill[engine] = (why, self.now + s.suspect_after_s + s.beat_s + s.drain_s)
+            if (engine, why) in self._ill:
+                self._ill[engine, why] = self.now + s.suspect_after_s + s.beat_s + s.drain_s
 
     def _unwell(self, *engines: str) -> str:
         """What ails one of ``engines`` now, if anything does."""
-        for engine in engines:
-            why, until = self._ill.get(engine, ("", 0.0))
-            if self.now < until:
-                return why
-        return ""
+        return next((why for (engine, why), until in self._ill.items() if engine in engines and self.now < until), "")
 
     def kill(self, engine: str) -> None:
         """SIGKILL."""
@@ -277,7 +273,8 @@ class World:
         if not self.processes[engine].alive:
             stream = self.stream("process", next(self._starts))
             self.processes[engine] = Process(self, engine, self.ranks[engine], stream)
-            self._recover(engine)
+            self._recover("kill", engine)
+            self._recover("pause", engine)  # it may have been paused when it was killed
             self.note((engine, "ledger"), "! started")
 
     def say_gone(self, engine: str) -> None:
@@ -302,7 +299,7 @@ class World:
     def wake(self, engine: str) -> None:
         """SIGCONT."""
         if self.processes[engine].paused:
-            self._recover(engine)
+            self._recover("pause", engine)
             self.note((engine, "ledger"), "! wakes")
         self.processes[engine].wake()
 
@@ -319,7 +316,7 @@ class World:
         for pair in sorted(self.network.cut):
             self.note((pair[0], "ledger"), f"! reaches {pair[1]} again")
         for pair in self.network.cut:
-            self._recover(*pair)
+            self._recover("partition", *pair)
         self.network.cut.clear()
 
     # ---------------------------------------------------------------- the end

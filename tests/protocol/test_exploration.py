@@ -64,6 +64,35 @@ def test_a_leg_given_up_unheard_explains_what_its_peer_keeps() -> None:
     assert world.causes.kinds == {"unheard"}
 
 
+def test_who_wakes_may_still_be_cut_off() -> None:
+    """V1: B wakes, and A is started again, while neither reaches the other. What is dispatched to them may fail."""
+    world = World(1, PROFILES["calm"], CONFIGS["both-parts"])
+    world.pause("B")
+    world.cut("A", "B")
+    world.kill("A")
+    world.wake("B")
+    world.start("A")
+    well_s = world.settings.suspect_after_s + world.settings.beat_s + world.settings.drain_s
+    world.run(2 * well_s)
+    assert world.request("early", "A", "B", 4, 4).spoiled == "partition"
+    world.heal()
+    world.run(well_s + 0.1)
+    assert not world.request("early", "A", "B", 4, 4).spoiled
+    played = play_case(case_of(382476, PROFILES["hostile"], CONFIGS["both-parts"], 8))
+    assert played.violation == ""
+
+
+def test_who_was_paused_when_it_was_killed_is_well_again() -> None:
+    world = World(1, PROFILES["calm"], CONFIGS["both-parts"])
+    world.pause("A")
+    world.kill("A")
+    world.start("A")
+    world.wake("A")
+    assert world.request("early", "A", "B", 4, 4).spoiled
+    world.run(60)
+    assert not world.request("early", "A", "B", 4, 4).spoiled
+
+
 def test_a_seed_fixes_everything() -> None:
     def run() -> list[tuple[float, str, str]]:
         world = World(7, PROFILES["hostile"], CONFIGS["plain"])
