@@ -52,12 +52,15 @@ class Setup:
 
 FILES = {
     "hooks/requests.csv": Setup("qwen3-8b", ids=True),
+    "requests_8b_fifth.csv": Setup("qwen3-8b", checked=200),
+    "requests_8b_paths.csv": Setup("qwen3-8b", checked=100),
     "requests_8b_fourth.csv": Setup("qwen3-8b", checked=200),
     "requests_8b_landing.csv": Setup("qwen3-8b", landing_bytes=2_600_000_000),
     "requests_8b_third.csv": Setup("qwen3-8b"),
     "requests_8b_loop.csv": Setup("qwen3-8b", ids=True),
     "requests_8b_again.csv": Setup("qwen3-8b", ids=True),
     "requests_8b.csv": Setup("qwen3-8b", ids=True, calibration="eager-2"),
+    "requests_32b_fifth.csv": Setup("qwen3-32b", landing_bytes=9_000_000_000),
     "requests_32b_fourth.csv": Setup("qwen3-32b", landing_bytes=9_000_000_000),
     "requests_32b_third.csv": Setup("qwen3-32b", landing_bytes=9_000_000_000),
     "requests_32b_again.csv": Setup("qwen3-32b", landing_bytes=9_000_000_000, ids=True),
