@@ -138,7 +138,9 @@ class SchedulerSide:
 
     def readings(self) -> tuple[dict[str, float], dict[str, float]]:
         """Counters and gauges of this side and of the office, for the metrics."""
-        counters = {**self._office.counters, **self.counters}
+        counters = dict(self._office.counters)
+        for name, count in self.counters.items():
+            counters[name] = counters.get(name, 0.0) + count
         gauges = {"open_outgoing": float(len(self.prefill)), "open_incoming": float(len(self.decode))}
         return counters, {**self._office.gauges, **gauges}
 

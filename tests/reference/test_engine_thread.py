@@ -173,6 +173,20 @@ def test_what_cannot_be_hashed_is_refused_beside_the_engine_thread() -> None:
     assert not any(desk.office._handles.sizes().values())
 
 
+def test_what_office_and_scheduler_both_count_adds_up() -> None:
+    desk = Desk()
+    one: Any = request("cmpl-b-0-00000002", [1, 2, "x"], **FROM_P)  # type: ignore[list-item]
+    desk.side.matched_tokens(one, 0)
+    desk.turn()
+    for _ in range(2):  # the same id again, while the books still have it
+        again = request("cmpl-c-0-00000003", [1, 2, 3], **FROM_P)
+        desk.side.matched_tokens(again, 0)
+        desk.side.finished(again, (), False)
+    counters, _ = desk.side.readings()
+    assert desk.office.counters["requests_refused:identity"] == desk.side.counters["requests_refused:identity"] == 1
+    assert counters["requests_refused:identity"] == 2
+
+
 def test_the_office_is_woken_once_for_all_that_a_pass_has_to_say() -> None:
     """Its thread wants the interpreter as soon as it is awake: it would take it from the rest of the pass."""
     desk = Desk()
