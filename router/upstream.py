@@ -47,7 +47,6 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=0)  # written at once, not behind all else that came in this turn
         self._parser = httptools.HttpResponseParser(self)  # both hold this: not before, for some are never made
         self.deadline = Deadline(self.loop, self._late)
 
