@@ -2,11 +2,12 @@
 
     .venv/bin/python benchmarks/router.py [--json out/router.json]
 
-Everything runs on this machine, on loopback, and shares its cores: servers that answer at once in vLLM's wire format
-and the clients (`router_peers.c`, compiled here: they should cost as little as can be); between them the router, or
-nginx as a plain reverse proxy with one worker where it is installed, or nothing. Through the router each request is
-two: the prefill leg and the decode leg. In each round all ways take turns; the numbers are medians over the rounds of a
-round's own number, and `--json` has every round's.
+Everything runs on this machine, on loopback, and shares its cores: servers in vLLM's wire format and the clients
+(`router_peers.c`, compiled here: they should cost as little as can be); between them the router, or nginx as a plain
+reverse proxy with one worker where it is installed, or nothing. The servers answer at once; with `--decode-ms` the
+decode server does so much later, which is nearer the truth: it has no token before the prefill server has answered.
+Through the router each request is two: the prefill leg and the decode leg. In each round all ways take turns; the
+numbers are medians over the rounds of a round's own number, and `--json` has every round's.
 
 * streams: 40 tokens, 50 ms apart, so 2 s long; they begin at Poisson's times, 100 a second, whatever has become of
   those before: on average 200 are open at once. First token: from the moment at which a request was to be sent to the
@@ -68,8 +69,8 @@ class Load:
 class Bench:
     """The running processes, and how to load them."""
 
-    def __init__(self, folder: Path, first_port: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, first_port: int, decode_ms: int) -> None:
+        self._folder, self._decode_ms = folder, decode_ms
         self._peers = folder / "peers"
         names = ["prefill", "direct", "router", *(["nginx"] if shutil.which("nginx") else [])]
         self._ports = {name: first_port + number for number, name in enumerate(names)}
@@ -82,7 +83,8 @@ class Bench:
 
     def start(self) -> None:
         ports, folder = self._ports, self._folder
-        self._run("servers", [str(self._peers), "mock", str(ports["prefill"]), str(ports["direct"])])
+        listen = str(ports["prefill"]), str(ports["direct"])
+        self._run("servers", [str(self._peers), "mock", str(self._decode_ms), *listen])
         prefill = f"http://{HOST}:{ports['prefill']}=P0@127.0.0.1:5600"
         command = [sys.executable, "-m", "pushkv.sim.cli", "router", "--listen", f"{HOST}:{ports['router']}"]
         self._run("router", [*command, "--prefill", prefill, "--decode", f"http://{HOST}:{ports['direct']}"])
@@ -173,6 +175,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
                 rounds[kind][way].append(bench.load(way, *settings))
     memory.append(round(bench.rss_mib(), 1))
     return {
+        "decode_ms": options.decode_ms,
         "streams_at_once": options.streams,
         "streams_per_s": options.streams / STREAM_S,
         "rate_per_s": options.rate,
@@ -225,13 +228,14 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--decode-ms", type=int, default=0, help="how late the decode server answers")
     parser.add_argument("--port", type=int, default=19400, help="the first of four")
     parser.add_argument("--json", metavar="FILE", help="write the numbers")
     options = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     with tempfile.TemporaryDirectory(prefix="pushkv-router-") as folder:
-        bench = Bench(Path(folder), options.port)
+        bench = Bench(Path(folder), options.port, options.decode_ms)
         try:
             bench.start()
             found = measure(bench, options)

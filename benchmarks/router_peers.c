@@ -1,6 +1,7 @@
 /* Both ends of benchmarks/router.py, as cheap as can be, because they share the machine's cores with what is measured.
  *
- *   router_peers mock PORT PORT              servers that answer at once in vLLM's wire format, on loopback
+ *   router_peers mock MS PORT PORT           servers that answer in vLLM's wire format, on loopback: prefill legs at
+ *                                            once, everything else MS milliseconds later (0: at once, too)
  *   router_peers closed PORT CLIENTS S BODY  clients that send their next request when they have their answer
  *   router_peers open PORT PER_S S BODY      requests at Poisson's times, whether answers have come or not
  *
@@ -37,7 +38,7 @@ static const char SAID[] = "{\"do_remote_prefill\":true,\"do_remote_decode\":fal
                            "\"remote_num_tokens\":300}";
 
 struct peer {
-    int fd, busy, left, headed, tokens;
+    int fd, busy, left, headed, tokens, queued, streams;
     int64_t began, due;
     size_t have;
     char tail[5], in[ROOM];
@@ -84,26 +85,48 @@ static void put(int fd, const char *data, size_t len) { /* small messages on loo
 
 /* ------------------------------------------------------------ servers */
 
-static struct peer *soonest, *latest; /* streams, by their next token: all have the same gap, so it is a queue */
+/* By when they are due: all of a queue wait equally long. */
+static struct queue {
+    struct peer *soonest, *latest;
+    int64_t gap;
+} first_bytes, tokens = {.gap = GAP_NS};
 
-static void later(struct peer *p) {
-    p->due = now() + GAP_NS;
+static void later(struct queue *q, struct peer *p) {
+    p->due = now() + q->gap;
     p->next = NULL;
-    if (latest) latest->next = p;
-    else soonest = p;
-    latest = p;
+    if (q->latest) q->latest->next = p;
+    else q->soonest = p;
+    q->latest = p;
+    p->queued = 1;
 }
 
-static void tokens_that_are_due(void) {
-    while (soonest && soonest->due <= now()) {
-        struct peer *p = soonest;
-        if (!(soonest = p->next)) latest = NULL;
-        if (p->fd < 0) { /* its connection has been closed */
-            free(p);
-            continue;
-        }
+static struct peer *is_due(struct queue *q) {
+    struct peer *p;
+    while ((p = q->soonest) && p->due <= now()) {
+        if (!(q->soonest = p->next)) q->latest = NULL;
+        p->queued = 0;
+        if (p->fd >= 0) return p;
+        free(p); /* its connection has been closed */
+    }
+    return NULL;
+}
+
+static void begin(struct peer *p) {
+    if (!p->streams) {
+        put(p->fd, whole[0], whole_len[0]);
+        return;
+    }
+    put(p->fd, head_and_event, first_len);
+    p->tokens = 1;
+    later(&tokens, p);
+}
+
+static void what_is_due(void) {
+    struct peer *p;
+    while ((p = is_due(&first_bytes))) begin(p);
+    while ((p = is_due(&tokens))) {
         put(p->fd, event, event_len);
-        if (++p->tokens < TOKENS) later(p);
+        if (++p->tokens < TOKENS) later(&tokens, p);
         else p->tokens = 0, put(p->fd, last, last_len);
     }
 }
@@ -113,7 +136,7 @@ static void serve(struct peer *p) {
     if (got <= 0) {
         close(p->fd);
         p->fd = -1;
-        if (!p->tokens) free(p);
+        if (!p->queued) free(p);
         return;
     }
     p->have += got;
@@ -124,12 +147,19 @@ static void serve(struct peer *p) {
     size_t want = length && length < body ? strtoul(length + 15, NULL, 10) : 0;
     if (p->have < (size_t)(body - p->in) + want) return;
     p->have = 0;
-    if (strstr(body, "\"do_remote_decode\":true")) put(p->fd, whole[1], whole_len[1]);
-    else if (strstr(body, "\"stream\":true") || strstr(body, "\"stream\": true")) {
-        put(p->fd, head_and_event, first_len);
-        p->tokens = 1;
-        later(p);
-    } else put(p->fd, whole[0], whole_len[0]);
+    if (strstr(body, "\"do_remote_decode\":true")) {
+        put(p->fd, whole[1], whole_len[1]);
+        return;
+    }
+    p->streams = strstr(body, "\"stream\":true") || strstr(body, "\"stream\": true");
+    if (first_bytes.gap) later(&first_bytes, p);
+    else begin(p);
+}
+
+/* Milliseconds until something of `q` is due, at most `most`. */
+static int wait_for(const struct queue *q, int most) {
+    int64_t ms = q->soonest ? (q->soonest->due - now() + 999999) / 1000000 : most;
+    return ms < 0 ? 0 : ms < most ? (int)ms : most;
 }
 
 static void mock(int count, char **ports) {
@@ -155,15 +185,14 @@ static void mock(int count, char **ports) {
     }
     struct epoll_event found[256];
     for (;;) {
-        int64_t wait = soonest ? (soonest->due - now() + 999999) / 1000000 : 1000;
-        int count = epoll_wait(poller, found, 256, wait < 0 ? 0 : (int)wait);
+        int count = epoll_wait(poller, found, 256, wait_for(&first_bytes, wait_for(&tokens, 1000)));
         for (int n = 0; n < count; n++) {
             if (found[n].data.ptr == &listening[0] || found[n].data.ptr == &listening[1]) {
                 int fd = accept4(*(int *)found[n].data.ptr, NULL, NULL, SOCK_NONBLOCK);
                 if (fd >= 0) watch(fd);
             } else serve(found[n].data.ptr);
         }
-        tokens_that_are_due();
+        what_is_due();
     }
 }
 
@@ -296,7 +325,10 @@ int main(int argc, char **argv) {
     files.rlim_cur = files.rlim_max;
     setrlimit(RLIMIT_NOFILE, &files);
     poller = epoll_create1(0);
-    if (argc >= 3 && !strcmp(argv[1], "mock")) mock(argc - 2, argv + 2);
+    if (argc >= 4 && !strcmp(argv[1], "mock")) {
+        first_bytes.gap = atoi(argv[2]) * 1000000LL;
+        mock(argc - 3, argv + 3);
+    }
     if (argc != 6) return 2;
     load(!strcmp(argv[1], "open"), atoi(argv[2]), atof(argv[3]), atof(argv[4]), argv[5]);
     return 0;
