@@ -209,7 +209,8 @@ class Ledger:
 
     def _make_way(self, heir: _In, out: Out, peer: str = "") -> None:
         """Rule 8: for a finished prefill without memory the youngest (of ``peer``, where its share is what lacks) gives
-        way that has some, was not finished when it got it, and where nothing has landed; one at a time.
+        way that has some, was not finished when it got it, and has landed on no rank; one at a time. Its sender knows
+        whether it can.
         """
         victim: _In | None = None
         for other in self._in.values():

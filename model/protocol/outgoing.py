@@ -75,6 +75,11 @@ class Shard:
         except KeyError:
             raise LocalProtocolError(f"{event} of {self.outgoing.transfer_id} in state {self.state}") from None
 
+    @property
+    def idle(self) -> bool:
+        """Nothing of it was sent yet, or it cannot go on before its preempted prefill has run again."""
+        return not self.parts or (not self.outgoing.started and self.planned < self.outgoing.tokens)
+
     def active(self) -> int:
         count = 0
         for write in self.writes.values():

@@ -258,24 +258,28 @@ class Sender(Shards):
 
     def give_way(self, e: ev.GiveWay, now: float, out: Out) -> None:
         """Rule 8: for each peer that a finished prefill waits for, the youngest that has its memory and sends nothing
-        yet returns it.
+        yet, or no more as its prefill was preempted, returns it.
         """
         hungry: set[str] = set()
+        patient: set[str] = set()  # their memory is on its way back
         youngest: dict[str, Transfer] = {}
         for outgoing in self._transfers.values():
-            states = {shard.state for shard in outgoing.shards.values()}
-            if outgoing.final and MET in states:
+            shards = outgoing.shards.values()
+            states = {shard.state for shard in shards}
+            if any(shard.requeue for shard in shards):
+                patient.add(outgoing.peer)
+            elif outgoing.final and MET in states:
                 hungry.add(outgoing.peer)
             elif (
                 not outgoing.final
-                and states & {PROMISED, GRANTED}
-                and all(s.parts == 0 and s.tokens for s in outgoing.shards.values())
+                and states & {PROMISED, GRANTED, WRITING}
+                and all(shard.tokens and shard.idle for shard in shards)
             ):
                 youngest[outgoing.peer] = outgoing
-        for peer in sorted(hungry & youngest.keys()):
+        for peer in sorted((hungry & youngest.keys()) - patient):
             self._count("gave_way")
             for shard in list(youngest[peer].shards.values()):
-                if shard.memory is not None:
+                if shard.memory is not None and shard.state not in SENDING_CLOSED:
                     shard.requeue = True
                     self._stop(shard, "fail", msg.GAVE_WAY, out)
 
@@ -396,6 +400,6 @@ class Sender(Shards):
                     self._end(outgoing, "lease", "fail", out, never_posted_only=True)
         while (write := self._posted.pop_due(now)) is not None:
             shard = write.shard
-            if shard.state is WRITING:
+            if shard.state is WRITING or shard.requeue:
                 self._end(shard.outgoing, "write took too long", "fail", out)
             self._tell(shard.outgoing, out)

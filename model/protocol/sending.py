@@ -115,14 +115,15 @@ class Shards:
         )
 
     def _cancel(self, shard: Shard, requeue: bool, out: Out) -> None:
-        if shard.state is STOPPING:
+        if shard.state is STOPPING and (requeue or not shard.requeue):
             return
         if requeue:
-            if shard.parts:
+            if not shard.idle:
                 return  # it is on its way: landing gives the memory back sooner than starting over
             shard.requeue = True
             self._stop(shard, "cancel", "gave way", out)
         else:
+            shard.requeue = False
             self._end(shard.outgoing, "cancelled", "cancel", out)
 
     def _stop(self, shard: Shard, closing: str, reason: str, out: Out) -> None:
@@ -162,7 +163,7 @@ class Shards:
             shard.notices = [notice]
             if link.up:
                 out.append(ev.Send(link.key, notice))
-            if shard.requeue:
+            if shard.requeue and outgoing.shards.get(link.key) is shard:
                 del outgoing.shards[link.key]
         del link.live[shard.attempt]
         self._bury(link, shard.attempt, shard.notices)
@@ -200,6 +201,8 @@ class Shards:
         if not outgoing.ended and len(outgoing.shards) < outgoing.fanout:
             return True
         for shard in outgoing.shards.values():
+            if shard.requeue and not outgoing.ended:
+                return True  # it is registered again
             if shard.state in (REGISTERED, PROMISED, MET, GRANTED, WRITING):
                 under_way = shard.planned == outgoing.tokens and (shard.packed or shard.state is WRITING)
                 if not under_way:

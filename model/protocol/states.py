@@ -16,8 +16,9 @@ Read this first. Numbers are those of the design.
 6. Isolation. Tables are per shard and per link: no transition looks at another peer.
 7. Retry. A retry is a new attempt, thus a new shard in its first state. No edge leads out of a closed state. ``again``
    is for an attempt that nobody has answered, and that its sender cannot have any more: it gets another number.
-8. Give way. ``YIELDING`` takes memory back from a transfer that has not started; it ends in ``WAITING`` (registered
-   anew), or in ``HOLDING`` when part of it has landed meanwhile, never in a failure of its own.
+8. Give way. ``YIELDING`` takes memory back from a transfer that has not started, or cannot go on as its prefill was
+   preempted; it ends in ``WAITING`` (registered anew), or in ``HOLDING`` when a rank of it has landed meanwhile, never
+   in a failure of its own.
 9. Pause. ``SUSPECT`` leads back to ``UP``, when the peer is heard and when nothing is open: silence proves nothing.
    Only evidence leads to ``DRAINING``.
 

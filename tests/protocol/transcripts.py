@@ -214,6 +214,22 @@ def opposite_admissions_packed(world: World) -> None:
     world.run(3.0)
 
 
+@story(profile={"blocks": 4}, settings={"landing_segments": 4})
+def preempted_and_gave_way(world: World) -> None:
+    """F17, rule 8: t2 has sent a part when it is preempted, and P's cache is t3's, which is finished and waits for t2's
+    landing memory. t2 gives it back when its write is quiet, and is sent anew when t3 has gone. (It once kept it until
+    t3's lease ended.)
+    """
+    first = world.request("packed", "P", "D", 16, 16, chunked=True)
+    prefill = world.processes["P"].host
+    world.fabric.fates.append((0.6, False))
+    while not world.fabric.writes:
+        world.run(0.01)
+    world.request("packed", "P", "D", 12, 12)
+    prefill.preempt(prefill.sending[first.tid])
+    world.run(4.0)
+
+
 @story(config=Config({"P": 2, "Q": 1}, {"D": 1}), cold=True)
 def gave_way_before_its_handshake(world: World) -> None:
     """Rule 8: t1 is to give way while P/0 writes it and P/1 was not reached yet. What has landed stays; P/1 is greeted

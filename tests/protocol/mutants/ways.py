@@ -10,6 +10,7 @@ from pushkv.model.protocol import messages as msg
 from pushkv.model.protocol.endpoint import Endpoint
 from pushkv.model.protocol.incoming import Expected, Shard
 from pushkv.model.protocol.ledger import Ledger
+from pushkv.model.protocol.outgoing import Shard as Outgoing
 from pushkv.model.protocol.receiving import Registrations
 from pushkv.model.protocol.sender import Sender
 from pushkv.sim.explore.profiles import CALM, CHURN, CONFIGS
@@ -145,6 +146,31 @@ def registration_comes_after_the_prefill(patch: Patch) -> None:
         return mutated
 
     wrap(patch, Sender, "on_register", make)
+
+
+LOADED = replace(CALM, modes=("packed",), blocks=10, requests=3.0, preempts=1.5)
+"""Prefills are preempted beside finished ones that wait for landing memory."""
+
+
+@mutant(LOADED, "V1", SETTINGS, CONFIGS["plain"])
+def what_was_preempted_keeps_its_memory(patch: Patch) -> None:
+    """F17: a prefill that was preempted keeps its landing memory, and waits for blocks of finished ones that wait for
+    that memory.
+    """
+    patch.setattr(Outgoing, "idle", property(lambda self: not self.parts))
+
+
+@mutant(replace(LOADED, slow=0.3), "I2", SETTINGS, CONFIGS["plain"])
+def what_gives_way_is_released(patch: Patch) -> None:
+    """F21: what is to be sent again is let go while the write that was stopped is waited for."""
+
+    def make(read_later: Any) -> Any:
+        def mutated(self: Sender, outgoing: Any) -> bool:
+            return not any(shard.requeue for shard in outgoing.shards.values()) and read_later(self, outgoing)
+
+        return mutated
+
+    wrap(patch, Sender, "_read_later", make)
 
 
 @mutant(replace(CALM, modes=("late", "packed"), blocks=7, requests=6.0, preempts=3.0, crowded=0.0), "V1 I5")
