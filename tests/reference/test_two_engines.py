@@ -180,6 +180,35 @@ def test_giving_way(pair: Make, p_tp: int, d_tp: int) -> None:
         engine.emptied()
 
 
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), *TWO])
+def test_what_was_preempted_gives_way_though_a_part_has_landed(pair: Make, p_tp: int, d_tp: int) -> None:
+    """A finished prompt gets its landing memory; it is sent again from its first token, out of other blocks."""
+    p, d = pair(p_tp, d_tp, landing_bytes=(8 // d_tp) << 12)
+    hosts = Hosts(2)
+    blocks = hosts.dice.sample(range(1, BLOCKS), 26)
+    first, second, target = (blocks[:13],), (blocks[13:],), hosts.blocks(d, 200)
+    p.begin("t", 200)
+    d.say(wanted("t", p.address, 200, 200, True))
+    p.chunk("t", 128, first)
+    assert until(lambda: all(transport.posted for transport in p.transports))
+    p.preempt("t", 128, first)
+    assert hand_over((p, d), "heir", 100, True) == ("", True)
+    assert d.office.ledger.counters["gave_way"] == 1
+    p.say(ev.Computed("t", 0, False))
+    for tokens in (96, 200):
+        p.chunk("t", tokens, second)
+    p.compute("t", 200, second)  # what gave way gets memory when it is finished
+    assert d.scatter("t", 0, 200, target) == ""
+    d.check("t", 0, 200, target)
+    assert p.sent("t", second, 200)
+    for rank in p.ranks:
+        assert until(lambda rank=rank: len(rank.records) == 2)
+        heir, again = sorted(record["bytes"] for record in rank.drain_records())
+        assert again > 2.2 * heir  # 200 tokens, and 128 in vain
+    for engine in (p, d):
+        engine.emptied()
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["done", "enqueued"])
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), *TWO])
 def test_chunks_leave_as_they_are_computed(pair: Make, p_tp: int, d_tp: int, late: bool) -> None:
