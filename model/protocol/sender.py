@@ -279,7 +279,7 @@ class Sender(Shards):
         for peer in sorted((hungry & youngest.keys()) - patient):
             self._count("gave_way")
             for shard in list(youngest[peer].shards.values()):
-                if shard.memory is not None and shard.state not in SENDING_CLOSED:
+                if shard.memory is not None:
                     shard.requeue = True
                     self._stop(shard, "fail", msg.GAVE_WAY, out)
 

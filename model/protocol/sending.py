@@ -115,7 +115,7 @@ class Shards:
         )
 
     def _cancel(self, shard: Shard, requeue: bool, out: Out) -> None:
-        if shard.state is STOPPING and (requeue or not shard.requeue):
+        if shard.state is STOPPING and not shard.requeue:
             return
         if requeue:
             if not shard.idle:
@@ -123,7 +123,6 @@ class Shards:
             shard.requeue = True
             self._stop(shard, "cancel", "gave way", out)
         else:
-            shard.requeue = False
             self._end(shard.outgoing, "cancelled", "cancel", out)
 
     def _stop(self, shard: Shard, closing: str, reason: str, out: Out) -> None:

@@ -52,6 +52,18 @@ def test_what_was_preempted_gives_way_when_it_is_quiet_and_is_sent_again(
 
 
 @pytest.mark.parametrize("word", [ev.GiveWay(), ASKED])
+def test_its_source_is_not_let_go_while_one_of_its_writes_goes_on(word: ev.Record) -> None:
+    """F21: what has been gathered of it is gathered again."""
+    made = preempted(4, preempt=False)
+    made.step([ev.Computed("t", 6, False), ev.Packed(2)], 0.0, [])
+    assert made.sender.claim(2, 0.0)
+    assert said(made, ev.Preempted("t"), word) == [ev.Abandon(1), ev.Abandon(2)]
+    assert said(made, ev.WriteDone(1)) == []
+    (answer,) = said(made, ev.WriteQuiet(2))
+    assert isinstance(answer, msg.Failed | msg.Cancelled)
+
+
+@pytest.mark.parametrize("word", [ev.GiveWay(), ASKED])
 @pytest.mark.parametrize(
     "made",
     [preempted(preempt=False), preempted(8)],
