@@ -42,6 +42,7 @@ class Shard:
         "attempt",
         "closing",
         "done",
+        "kept",
         "link",
         "memory",
         "notices",
@@ -66,6 +67,8 @@ class Shard:
         self.parts = self.done = 0
         self.writes: dict[int, Write] = {}
         self.notices: list[msg.Message] = []
+        self.kept: msg.Written | None = None
+        """What says that the last part is there, while its prefill can still be preempted."""
         self.waiting = self.requeue = False
         self.closing, self.reason = "fail", ""
 
@@ -77,8 +80,8 @@ class Shard:
 
     @property
     def idle(self) -> bool:
-        """Nothing of it was sent yet, or it cannot go on before its preempted prefill has run again."""
-        return not self.parts or (not self.outgoing.started and self.planned < self.outgoing.tokens)
+        """Nothing of it was sent yet, or its prefill was preempted: all of it can be computed and sent again."""
+        return not self.parts or not self.outgoing.started
 
     def active(self) -> int:
         count = 0

@@ -298,6 +298,10 @@ class Sender(Shards):
             if shard.state is MET and (first or e.final):
                 self._offer(shard, out)
             self._pump(shard, out)
+            if shard.state is WRITING:
+                self._finish(shard, out)
+        if e.final:
+            self._settle(outgoing, out)
 
     def preempted(self, e: ev.Preempted, now: float, out: Out) -> None:
         """The engine took the cache back; parts already packed or landed stay, as do gathers that have begun. Those
@@ -354,15 +358,14 @@ class Sender(Shards):
         self._drop(write)
         if shard.state is WRITING:
             shard.done += 1
-            notice = msg.Written(
+            part = msg.Written(
                 self._me, shard.link.incarnation, shard.attempt, write.part, write.stop - write.start, write.last
             )
-            shard.notices.append(notice)
-            out.append(ev.Send(shard.link.key, notice))
-            if shard.done == shard.parts and shard.planned == shard.outgoing.tokens:
-                self._close(shard, "finish", out)
-                self._settle(shard.outgoing, out)
-                return
+            if write.last and not shard.outgoing.final:
+                shard.kept = part
+            else:
+                self._tell_part(shard, part, out)
+            self._finish(shard, out)
         self._quiet(shard, out)
 
     def write_broken(self, e: ev.WriteBroken, now: float, out: Out) -> None:

@@ -70,9 +70,7 @@ class Shards:
         if shard.planned < 0:
             shard.planned = outgoing.tokens - shard.tokens
             if shard.tokens == 0:
-                notice = msg.Written(self._me, shard.link.incarnation, shard.attempt, 0, 0, True)
-                shard.notices.append(notice)
-                out.append(ev.Send(shard.link.key, notice))
+                self._tell_part(shard, msg.Written(self._me, shard.link.incarnation, shard.attempt, 0, 0, True), out)
                 self._close(shard, "finish", out)
                 self._settle(outgoing, out)
                 return
@@ -138,6 +136,19 @@ class Shards:
         for write in active:
             out.append(ev.Abandon(write.handle))
 
+    def _finish(self, shard: Shard, out: Out) -> None:
+        """All parts are there, and no preemption can undo what they were made of: only then it is over. Until then it
+        can be sent again from its first token, at every rank.
+        """
+        if shard.done == shard.parts and shard.planned == shard.outgoing.tokens and shard.outgoing.final:
+            if shard.kept is not None:
+                self._tell_part(shard, shard.kept, out)
+            self._close(shard, "finish", out)
+
+    def _tell_part(self, shard: Shard, part: msg.Written, out: Out) -> None:
+        shard.notices.append(part)
+        out.append(ev.Send(shard.link.key, part))
+
     def _quiet(self, shard: Shard, out: Out) -> None:
         if shard.state is STOPPING and shard.active() == 0:
             self._close(shard, shard.closing, out)
@@ -197,7 +208,7 @@ class Shards:
 
     def _read_later(self, outgoing: Transfer) -> bool:
         """Whether a write that is not yet under way may still read the source."""
-        if not outgoing.ended and len(outgoing.shards) < outgoing.fanout:
+        if not outgoing.ended and (not outgoing.final or len(outgoing.shards) < outgoing.fanout):
             return True
         for shard in outgoing.shards.values():
             if shard.requeue and not outgoing.ended:

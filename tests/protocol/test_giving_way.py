@@ -64,13 +64,40 @@ def test_its_source_is_not_let_go_while_one_of_its_writes_goes_on(word: ev.Recor
 
 
 @pytest.mark.parametrize("word", [ev.GiveWay(), ASKED])
-@pytest.mark.parametrize(
-    "made",
-    [preempted(preempt=False), preempted(8)],
-    ids=["it runs", "all of it is packed: it lands without its source"],
-)
-def test_what_can_go_on_does_not(made: Endpoint, word: ev.Record) -> None:
-    assert said(made, word) == []
+def test_what_can_go_on_does_not(word: ev.Record) -> None:
+    assert said(preempted(preempt=False), word) == []
+
+
+@pytest.mark.parametrize("word", [ev.GiveWay(), ASKED])
+def test_what_was_preempted_with_all_of_it_written_gives_way(word: ev.Record) -> None:
+    """Another rank may have written less, and all begin anew together."""
+    made = preempted(8, preempt=False)
+    assert said(made, ev.WriteDone(1)) == []
+    (answer,) = said(made, ev.Preempted("t"), word)
+    assert isinstance(answer, msg.Failed | msg.Cancelled)
+    again = heard(msg.Register(YOU, ME, 3, "t", 8, 1, True, 1, (2,)))
+    assert said(made, again, ev.Computed("t", 8, False)) == [ev.Pack(2, "t", LINK, 0, 8)]
+    assert said(made, ev.Packed(2)) == [ev.Post(2, "t", LINK, 0, 8, True, (2,))]
+    assert made.sender.claim(2, 0.0)
+    assert said(made, ev.WriteDone(2)) == []
+    assert said(made, ev.Computed("t", 8, True)) == [
+        msg.Written(ME, YOU, 3, 0, 8, True),
+        ev.Sent("t", True, ""),
+        ev.Released("t"),
+    ]
+
+
+@pytest.mark.parametrize("preempt", [False, True])
+def test_the_last_part_is_told_of_when_no_preemption_can_come(preempt: bool) -> None:
+    """Also where one has come: what was written is not written again."""
+    made = preempted(8, preempt=preempt)
+    assert said(made, ev.WriteDone(1)) == []
+    assert said(made, ev.Computed("t", 8, False)) == []
+    assert said(made, ev.Computed("t", 8, True)) == [
+        msg.Written(ME, YOU, 1, 0, 8, True),
+        ev.Sent("t", True, ""),
+        ev.Released("t"),
+    ]
 
 
 def test_what_runs_again_goes_on() -> None:
@@ -124,7 +151,8 @@ def test_an_older_shard_does_not_take_a_newer_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "profile", "shape"), [(510857, "churn", "both-parts"), (666442, "calm", "tp2"), (711344, "churn", "plain")]
+    ("seed", "profile", "shape"),
+    [(510857, "churn", "both-parts"), (666442, "calm", "tp2"), (711344, "churn", "plain")],
 )
 def test_seeds_that_waited_for_a_lease(seed: int, profile: str, shape: str) -> None:
     """V1: P's cache was full of finished prefills that waited for the landing memory of one that was preempted."""

@@ -212,7 +212,9 @@ def test_what_was_preempted_gives_way_though_a_part_has_landed(pair: Make, p_tp:
 @pytest.mark.parametrize("late", [False, True], ids=["done", "enqueued"])
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), *TWO])
 def test_chunks_leave_as_they_are_computed(pair: Make, p_tp: int, d_tp: int, late: bool) -> None:
-    """D has everything before P's engine says that the prompt is finished, and P's blocks are free by then."""
+    """All of it is in D's memory before P's engine says that the prompt is finished. D hears of the last part then:
+    until then it could be preempted, and sent again.
+    """
     p, d = pair(p_tp, d_tp)
     hosts = Hosts(3)
     source, target = hosts.blocks(p, 200), hosts.blocks(d, 200)
@@ -220,10 +222,13 @@ def test_chunks_leave_as_they_are_computed(pair: Make, p_tp: int, d_tp: int, lat
     d.say(wanted("t", p.address, 200, 200, True))
     for tokens in (64, 128, 192, 200):
         p.chunk("t", tokens, source, late=late)
+    shards = [shard for rank in p.ranks for shard in rank.endpoint.sender._transfers["t"].shards.values()]
+    assert until(lambda: all(shard.kept is not None and shard.done == shard.parts for shard in shards))
+    assert d.ended("t") is None
+    p.compute("t", 200, source)
     assert d.scatter("t", 0, 200, target) == ""
     d.check("t", 0, 200, target)
     assert p.sent("t", source, 200)
-    p.compute("t", 200, source)  # the engine has learnt it: nobody needs to hear
     for engine in (p, d):
         engine.emptied()
 
@@ -313,6 +318,7 @@ def test_steps_and_gathers_of_a_device(pair: Make, p_tp: int, d_tp: int) -> None
     p.fill("t", 200, second)
     three.set()
     four.set()
+    p.compute("t", 200, second)
     assert d.scatter("t", 0, 200, target) == ""
     d.check("t", 0, 200, target)
     assert p.sent("t", second, 200)
@@ -431,10 +437,12 @@ def test_a_prompt_that_is_computed_is_not_behind_one_that_is_not(pair: Make) -> 
     p.fill("first", 60, sources["first"])
     steps[0].set()
     d.say(wanted("first", p.address, 60, 60, True))
+    p.compute("first", 60, sources["first"])
     assert d.scatter("first", 0, 60, targets["first"]) == ""
     assert not steps[1].query()
     p.fill("second", 60, sources["second"])
     steps[1].set()
+    p.compute("second", 60, sources["second"])
     assert d.scatter("second", 0, 60, targets["second"]) == ""
     for name, source in sources.items():
         d.check(name, 0, 60, targets[name])
@@ -471,6 +479,7 @@ def test_a_chunk_waits_for_its_own_step_only(pair: Make) -> None:
     assert not event.query()
     p.fill("t", 200, source)
     event.set()
+    p.compute("t", 200, source)
     assert d.scatter("t", 0, 200, target) == ""
     d.check("t", 0, 200, target)
     assert p.sent("t", source, 200)
