@@ -150,6 +150,7 @@ def test_a_chunk_of_the_step_that_fences_is_kept(pair: Make, p_tp: int, d_tp: in
     p.fill("t", 200, second)
     for rank in p.ranks:
         rank.enqueued(p.step)
+    p.compute("t", 200, second)
     assert d.scatter("t", 0, 200, target) == ""
     d.check("t", 0, 200, target)
     assert p.sent("t", second, 200)
@@ -173,6 +174,7 @@ def test_what_a_fence_has_overtaken_is_not_told(pair: Make) -> None:
     p.say(ev.Preempted("t"))
     p.say(ev.Computed("t", 0, False))
     p.chunk("t", 200, second)
+    p.compute("t", 200, second)
     assert d.scatter("t", 0, 200, target) == ""
     d.check("t", 0, 200, target)
     assert p.sent("t", second, 200)
