@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from textwrap import wrap
 from typing import Any
 
@@ -227,6 +228,33 @@ def preempted_and_gave_way(world: World) -> None:
         world.run(0.01)
     world.request("packed", "P", "D", 12, 12)
     prefill.preempt(prefill.sending[first.tid])
+    world.run(4.0)
+
+
+class Unhurried(Random):
+    """For a prefill that computes its whole prompt and does not come to its first token."""
+
+    def random(self) -> float:
+        return 0.9
+
+
+@story(profile={"blocks": 4, "chunk_s": 0.1}, settings={"landing_segments": 4}, config=Config({"P": 2}, {"D": 2}))
+def preempted_when_one_rank_was_done(world: World) -> None:
+    """Rule 8, with ranks: P/0 has written all of t2 when it is preempted, P/1 has no room yet for its last part. P/0
+    has not told of its own, as t2 could be preempted: both give way to t3, and begin anew. (P/0 was over with t2 once,
+    P/1 could not go on, and t2 failed.)
+    """
+    first = world.request("packed", "P", "D", 16, 16, chunked=True)
+    host = world.processes["P"].host
+    world.run(0.01)
+    host.sending[first.tid].random = Unhurried()
+    world.fabric.rooms.extend((0.0, 0.0, 0.0, 5.0))
+    while host.sending[first.tid].computed < 16:
+        world.run(0.01)
+    world.run(0.1)
+    world.request("packed", "P", "D", 12, 12)
+    host.preempt(host.sending[first.tid])
+    host.sending[first.tid].random = Random(1)
     world.run(4.0)
 
 

@@ -106,6 +106,12 @@ def cold_link(seed: int) -> None:
     tell("gave_way_before_its_handshake")
 
 
+def one_rank_done(seed: int) -> None:
+    """V1: what was preempted when one rank had written all of it gives way, and lands."""
+    if "Fail t2" in tell("preempted_when_one_rank_was_done"):
+        raise Violation("V1: t2 has failed, and no more was done to it than a preemption")
+
+
 def churn(seed: int) -> None:
     """V3: engines come, hand over one prompt and are not heard of again; the tables stay."""
     engines = {f"D{number}": 1 for number in range(12)}

@@ -16,7 +16,7 @@ from pushkv.model.protocol.sender import Sender
 from pushkv.sim.explore.profiles import CALM, CHURN, CONFIGS
 from pushkv.sim.explore.world import SETTINGS
 from tests.protocol.mutants.registry import Patch, mutant, wrap
-from tests.protocol.mutants.trials import cold_link, wrong_engine
+from tests.protocol.mutants.trials import cold_link, one_rank_done, wrong_engine
 
 
 @mutant(
@@ -158,6 +158,22 @@ def what_was_preempted_keeps_its_memory(patch: Patch) -> None:
     that memory.
     """
     patch.setattr(Outgoing, "idle", property(lambda self: not self.parts))
+
+
+@mutant(one_rank_done, "V1")
+def the_last_part_is_told_of_at_once(patch: Patch) -> None:
+    """F17: a rank is over with a prefill that can still be preempted: it cannot begin anew with the others."""
+
+    def make(done: Any) -> Any:
+        def mutated(self: Sender, e: ev.WriteDone, now: float, out: Any) -> None:
+            outgoing = self._writes[e.handle].shard.outgoing
+            final, outgoing.final = outgoing.final, True
+            done(self, e, now, out)
+            outgoing.final = final
+
+        return mutated
+
+    wrap(patch, Sender, "write_done", make)
 
 
 @mutant(replace(LOADED, slow=0.3), "I2", SETTINGS, CONFIGS["plain"])
