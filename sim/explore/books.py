@@ -118,10 +118,11 @@ class Books(Legs):
                 self._command(ev.Computed(tid, 0, False), out)
 
     def computes(self, tid: str, out: list[Effect]) -> None:
-        """One chunk more."""
+        """One chunk more, or the end."""
         leg = self.legs[tid]
-        leg.computed += 1
-        final = leg.computed == leg.plan.parts
+        last = leg.computed == leg.plan.parts
+        leg.computed += not last
+        final = last or (leg.computed == leg.plan.parts and not leg.plan.apart)
         if final:
             leg.running, leg.final_s = False, 0
         if leg.sends:

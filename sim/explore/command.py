@@ -113,8 +113,10 @@ def _exhaustive(options: argparse.Namespace) -> int:
             raise BadInput(f"--{name.replace('_', '-')} belongs to random seeds, not to --exhaustive")
     limit = None if options.limit is None else _whole("--limit", options.limit, most=1_000_000_000)
 
-    from pushkv.sim.explore import exhaustive
+    from pushkv.sim.explore import exhaustive, tally
 
+    if tally.versions()["build"] == "compiled":
+        raise BadInput("--exhaustive copies the machines, which the compiled build does not allow: use the sources")
     scopes = exhaustive.chosen(options.only or "", deep=options.deep)
     if not scopes:
         raise BadInput(f"--only {options.only}: no world has that in its name")

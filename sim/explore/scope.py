@@ -74,6 +74,8 @@ class Plan:
     """Engine that is never told of it (``P`` or ``D``)."""
     tokens: int = -1
     """Tokens that the receiver lacks; -1: all."""
+    apart: bool = False
+    """Whether the prefill ends at a move of its own after its last chunk: it can be preempted between the two."""
 
     @property
     def wanted(self) -> int:

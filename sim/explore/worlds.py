@@ -59,6 +59,7 @@ HELD: Final = (
     "P computes t-2",
 )  # fmt: skip
 """One block: it is t-1's, whose prefill runs; t-2's has ended."""
+APART: Final = Plan("packed", 2, apart=True)
 SCARCE: Final = settings(landing_segments=1)
 SHORT: Final = settings(staging_bytes=100)
 """Staging for one part."""
@@ -92,6 +93,9 @@ SHAPES: Final = (
     Scope("parts: taken back, two D ranks", (Plan("packed", 2),), Budget(preempt=2), decode=2, settings=SHORT),
     Scope("parts: taken back, two P ranks", (Plan("packed", 2),), Budget(preempt=2), prefill=2, settings=SHORT),
     Scope("parts: taken back, given up", (Plan("packed", 2),), Budget(preempt=2, abort=1, kill=1), settings=SHORT),
+    Scope("parts: preempted at the end, two P ranks", (APART,), Budget(preempt=1), prefill=2, settings=SHORT),
+    Scope("parts: preempted at the end, two D ranks", (APART,), Budget(preempt=1), decode=2, settings=SHORT),
+    Scope("parts: preempted at the end, given up", (APART,), Budget(preempt=1, abort=1, broken=1)),
     Scope("prefix hit", (Plan("packed", tokens=0), Plan("late", tokens=0)), Budget(abort=1)),
     Scope("no prefill", (Plan("late", missing="P"),), Budget(abort=1, early=1), settings=BEATLESS),
     Scope("no decode", (Plan("late", missing="D"),), Budget(abort=1)),

@@ -6,6 +6,7 @@ import pytest
 
 from pushkv.model.protocol import events as ev
 from pushkv.sim import cli
+from pushkv.sim.explore import tally
 from pushkv.sim.explore.coverage import CELLS, UNREACHABLE, Cell, watched
 from pushkv.sim.explore.exhaustive import Search, explore_all
 from pushkv.sim.explore.worlds import DEEP, SMALL, STANDARD
@@ -101,6 +102,14 @@ def test_the_command_fails_and_tells_what_breaks(
     assert cli.main(["explore", "--exhaustive", "--only", "late: given up"]) == 1
     out = capsys.readouterr().out
     assert "Violation: I5c" in out and "-> P Cancel attempt=1 t-1" in out
+
+
+def test_the_compiled_build_is_told_where_to_go(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tally, "versions", lambda: {"build": "compiled"})
+    assert cli.main(["explore", "--exhaustive", "--only", "late: given up"]) == 2
+    assert "use the sources" in capsys.readouterr().err
 
 
 def test_names_of_worlds_are_unique() -> None:
