@@ -4,41 +4,19 @@ staging. It keeps nothing from others, and goes on when it is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from pushkv.model.protocol import events as ev
-from pushkv.reference import trace
 from pushkv.reference.ports import Chunk
 
 from .channels import until
-from .inprocess import BLOCKS, Engine, play
+from .engine_pairs import TWO, Hosts, Make, computed_again, hand_over
+from .inprocess import BLOCKS, Engine
 from .said import wanted
-from .test_two_engines import Hosts, Make, Pair, computed_again, hand_over
 
 pytest.importorskip("torch", reason="the caches are torch tensors")
 
-RANKS = pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-
-
-@pytest.fixture
-def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """As in ``test_two_engines``."""
-    exchange, made = play(monkeypatch), []
-
-    def make(p_tp: int, d_tp: int, **more: int) -> Pair:
-        made.append(Engine(exchange, "P", p_tp, tmp_path, **more))
-        made.append(Engine(exchange, "D", d_tp, tmp_path, block=32, **more))
-        return made[0], made[1]
-
-    yield make
-    for engine in made:
-        engine.stop()
-    for path in [path for engine in made for path in engine.traces()]:
-        told, expected = trace.replay(path)
-        assert told == expected
+RANKS = pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), *TWO])
 
 
 def told_of(p: Engine, tokens: int, blocks: tuple[list[int]], *, enqueued: bool = False) -> None:

@@ -1,0 +1,50 @@
+"""P and D with their real ranks and offices, for the tests of whole prompts, of chunks and of preemptions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from pushkv.model.protocol import events as ev
+from pushkv.reference.ports import BlockIds
+
+from .inprocess import BLOCKS, Engine
+
+Pair = tuple[Engine, Engine]
+Make = Callable[..., Pair]
+TWO = [(2, 1), (1, 2), (2, 2)]
+
+
+class Hosts:
+    """Hands out blocks, in no order."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+
+    def blocks(self, engine: Engine, tokens: int) -> tuple[list[int]]:
+        return (self.dice.sample(range(1, BLOCKS), -(-tokens // engine.block)),)
+
+
+def hand_over(pair: Pair, tid: str, tokens: int, packed: bool, base: int = 0) -> tuple[str, bool]:
+    """(why D does not have it, whether P has sent it); what D has is right."""
+    p, d = pair
+    hosts = Hosts(tokens)
+    source, target = hosts.blocks(p, tokens), hosts.blocks(d, tokens)
+    p.prefill(tid, tokens, source)
+    d.fill("before", base, target)
+    reason = d.load(tid, p, base, tokens, target, packed)
+    if not reason:
+        d.check(tid, base, tokens, target)
+        d.check("before", 0, base, target)
+    return reason, p.sent(tid, source, tokens)
+
+
+def computed_again(p: Engine, d: Engine, source: BlockIds, target: BlockIds) -> None:
+    """What P has preempted of the 200 tokens of "t" is computed in ``source``, in two chunks; what D has is right."""
+    p.say(ev.Computed("t", 0, False))
+    p.chunk("t", 96, source)
+    p.chunk("t", 200, source)
+    p.compute("t", 200, source)
+    assert d.scatter("t", 0, 200, target) == ""
+    d.check("t", 0, 200, target)
+    assert p.sent("t", source, 200)
