@@ -102,13 +102,14 @@ class Revoked(Record, frozen=True, gc=False):
 
 class Begin(Record, frozen=True, gc=False):
     """Sending side: the request of ``transfer_id`` is here and will have ``tokens`` tokens, ``bytes_per_token`` of this
-    rank each.
+    rank each. ``alone``: no other rank sends any of it.
     """
 
     transfer_id: str
     tokens: int
     bytes_per_token: int = 0
     chunked: bool = False
+    alone: bool = False
 
 
 class Computed(Record, frozen=True, gc=False):

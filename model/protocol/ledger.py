@@ -413,7 +413,8 @@ class Ledger:
         if e.transfer_id in self._out:
             raise LocalProtocolError(f"{e.transfer_id} is held already")
         self._out[e.transfer_id] = _Out()
-        out.append(ev.ToRanks(ev.Begin(e.transfer_id, e.tokens, e.bytes_per_token, e.chunked)))
+        begin = ev.Begin(e.transfer_id, e.tokens, e.bytes_per_token, e.chunked, self._all == 1)
+        out.append(ev.ToRanks(begin))
 
     def _sent(self, rank: int, r: ev.Sent, out: Out) -> None:
         entry = self._out[r.transfer_id]

@@ -68,7 +68,7 @@ class Shard:
         self.writes: dict[int, Write] = {}
         self.notices: list[msg.Message] = []
         self.kept: msg.Written | None = None
-        """What says that the last part is there, while its prefill can still be preempted."""
+        """What says that the last part is there, while the transfer is not ``sure``."""
         self.waiting = self.requeue = False
         self.closing, self.reason = "fail", ""
 
@@ -80,8 +80,12 @@ class Shard:
 
     @property
     def idle(self) -> bool:
-        """Nothing of it was sent yet, or its prefill was preempted: all of it can be computed and sent again."""
-        return not self.parts or not self.outgoing.started
+        """Nothing of it was sent yet, or its prefill was preempted and it cannot land without more of it: all of it can
+        be computed and sent again.
+        """
+        outgoing = self.outgoing
+        lands = outgoing.started or (outgoing.sure and self.planned == outgoing.tokens)
+        return not self.parts or not lands
 
     def active(self) -> int:
         count = 0
@@ -95,6 +99,7 @@ class Transfer:
     """One transfer at this rank: the prefill and the shards that read it."""
 
     __slots__ = (
+        "alone",
         "begun",
         "bytes_per_token",
         "chunked",
@@ -119,7 +124,7 @@ class Transfer:
 
     def __init__(self, transfer_id: str) -> None:
         self.transfer_id = transfer_id
-        self.begun = self.started = self.final = self.chunked = self.overdue = False
+        self.begun = self.started = self.final = self.chunked = self.alone = self.overdue = False
         self.ended = self.told = self.released = False
         self.tokens = self.computed = self.bytes_per_token = 0
         self.open = self.closed = self.readers = 0
@@ -127,6 +132,13 @@ class Transfer:
         self.peer = self.reason = ""
         self.shards: dict[ev.Link, Shard] = {}
         self.due: float = NEVER
+
+    @property
+    def sure(self) -> bool:
+        """Whether a shard that is planned in full lands whatever happens to the prefill: that is final, or this shard
+        is all of the transfer, and no other can lack what is lost.
+        """
+        return self.final or (self.alone and self.fanout == 1)
 
 
 class SenderLink:

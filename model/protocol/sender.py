@@ -245,7 +245,8 @@ class Sender(Shards):
             raise LocalProtocolError(f"{e.transfer_id} began before")
         self._leases.disarm(outgoing)
         outgoing.begun = True
-        outgoing.tokens, outgoing.bytes_per_token, outgoing.chunked = e.tokens, e.bytes_per_token, e.chunked
+        outgoing.tokens, outgoing.bytes_per_token = e.tokens, e.bytes_per_token
+        outgoing.chunked, outgoing.alone = e.chunked, e.alone
         reason = self._remembered.get(e.transfer_id, "")
         if outgoing.shards and max([shard.tokens for shard in outgoing.shards.values()]) > e.tokens:
             reason = TOO_LONG
@@ -361,7 +362,7 @@ class Sender(Shards):
             part = msg.Written(
                 self._me, shard.link.incarnation, shard.attempt, write.part, write.stop - write.start, write.last
             )
-            if write.last and not shard.outgoing.final:
+            if write.last and not shard.outgoing.sure:
                 shard.kept = part
             else:
                 self._tell_part(shard, part, out)

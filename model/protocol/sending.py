@@ -137,10 +137,10 @@ class Shards:
             out.append(ev.Abandon(write.handle))
 
     def _finish(self, shard: Shard, out: Out) -> None:
-        """All parts are there, and no preemption can undo what they were made of: only then it is over. Until then it
-        can be sent again from its first token, at every rank.
+        """All parts are there, and no other shard can have lost what this one was made of: only then it is over. Until
+        then all of them can be sent again from the first token.
         """
-        if shard.done == shard.parts and shard.planned == shard.outgoing.tokens and shard.outgoing.final:
+        if shard.done == shard.parts and shard.planned == shard.outgoing.tokens and shard.outgoing.sure:
             if shard.kept is not None:
                 self._tell_part(shard, shard.kept, out)
             self._close(shard, "finish", out)
@@ -208,7 +208,7 @@ class Shards:
 
     def _read_later(self, outgoing: Transfer) -> bool:
         """Whether a write that is not yet under way may still read the source."""
-        if not outgoing.ended and (not outgoing.final or len(outgoing.shards) < outgoing.fanout):
+        if not outgoing.ended and (not outgoing.sure or len(outgoing.shards) < outgoing.fanout):
             return True
         for shard in outgoing.shards.values():
             if shard.requeue and not outgoing.ended:

@@ -7,8 +7,9 @@ Read this first. Numbers are those of the design.
 2. Fence. Memory that a peer may touch goes back to its owner in a settled state only: ``LANDED`` or ``ENDED`` at the
    receiver. ``WITHDRAWN`` is not one: there a verdict may be known, and the memory is in quarantine.
 3. Source. ``STOPPING`` is where a sender waits for its handles. ``FAILED`` and ``CANCELLED`` are entered only with
-   none active, ``WRITTEN`` only when all are complete. A lease ends ``REGISTERED`` … ``GRANTED``, never ``WRITING``;
-   ``claim`` is the moment of posting, and only ``GRANTED`` and ``WRITING`` have it.
+   none active, ``WRITTEN`` only when all are complete and no shard beside it can begin anew. A lease ends
+   ``REGISTERED`` … ``GRANTED``, never ``WRITING``; ``claim`` is the moment of posting, and only ``GRANTED`` and
+   ``WRITING`` have it.
 4. Count once. A shard has one closing event, ``landed`` or ``end``; in a closed state there is none, so a duplicate
    cannot count twice.
 5. Bounded verdict. Every open state has an edge for a deadline: ``fail``/``stop`` at the sender, ``withdraw`` at the

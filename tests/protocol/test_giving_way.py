@@ -16,13 +16,15 @@ ASKED = heard(msg.Cancel(YOU, ME, 1, "t", True))
 STOPPED = heard(msg.Cancel(YOU, ME, 1, "t"))
 
 
-def preempted(computed: int = 4, *, preempt: bool = True) -> Endpoint:
+def preempted(computed: int = 4, *, preempt: bool = True, alone: bool = False) -> Endpoint:
     """Of the 8 tokens of ``t`` so many are computed, all of these are being written, and it is preempted; ``u`` is
     finished and waits for memory of the same peer.
     """
     made = endpoint()
     wanted = msg.Register(YOU, ME, 1, "t", 8, 1, True, 1, (1,))
-    made.step([ev.Begin("t", 8, 1, True), heard(wanted), ev.Computed("t", computed, False), ev.Packed(1)], 0.0, [])
+    made.step(
+        [ev.Begin("t", 8, 1, True, alone), heard(wanted), ev.Computed("t", computed, False), ev.Packed(1)], 0.0, []
+    )
     assert made.sender.claim(1, 0.0)
     bare = msg.Register(YOU, ME, 2, "u", 4, 1, True, 1)
     made.step([ev.Begin("u", 4, 1), heard(bare), ev.Computed("u", 4, True)], 0.0, [])
@@ -64,8 +66,33 @@ def test_its_source_is_not_let_go_while_one_of_its_writes_goes_on(word: ev.Recor
 
 
 @pytest.mark.parametrize("word", [ev.GiveWay(), ASKED])
-def test_what_can_go_on_does_not(word: ev.Record) -> None:
-    assert said(preempted(preempt=False), word) == []
+@pytest.mark.parametrize(
+    "made",
+    [preempted(preempt=False), preempted(8, alone=True)],
+    ids=["it runs", "all of it is packed, and no other rank sends any: it lands without its source"],
+)
+def test_what_can_go_on_does_not(made: Endpoint, word: ev.Record) -> None:
+    assert said(made, word) == []
+
+
+@pytest.mark.parametrize("word", [ev.GiveWay(), ASKED])
+def test_what_lacks_a_part_gives_way_whoever_else_sends(word: ev.Record) -> None:
+    assert said(preempted(alone=True), word) == [ev.Abandon(1)]
+
+
+def test_where_no_other_rank_sends_the_last_part_is_told_of_at_once() -> None:
+    """Its engine may learn much later that the prefill has ended, if it launches the next one first."""
+    made = preempted(8, alone=True)
+    assert said(made, ev.WriteDone(1)) == [msg.Written(ME, YOU, 1, 0, 8, True), ev.Sent("t", True, "")]
+
+
+def test_a_rank_that_sends_to_two_waits_for_the_end() -> None:
+    """One of the two may lose what the other has."""
+    made = endpoint()
+    wanted = heard(msg.Register(YOU, ME, 1, "t", 8, 2, True, 1, (1,)))
+    made.step([ev.Begin("t", 8, 1, True, True), wanted, ev.Computed("t", 8, False), ev.Packed(1)], 0.0, [])
+    assert made.sender.claim(1, 0.0)
+    assert said(made, ev.WriteDone(1)) == []
 
 
 @pytest.mark.parametrize("word", [ev.GiveWay(), ASKED])
