@@ -39,8 +39,6 @@ class PushkvPrefill(Sending):
         self._poll, self._beside = world.transfer_poll, world.transfers.beside
         self._begin = _line(serving.transfer_start_s, serving.transfer_start_per_token_s)
         self._ready = ticks(serving.part_s)
-        self._enqueued: dict[str, int] = {}
-        """Of prompts under way: tokens whose gather is enqueued."""
         self._steps: dict[str, list[tuple[int, int]]] = {}
         """Of prompts under way that leave by chunks: so many tokens are computed when a step has ended on the
         device."""
@@ -72,21 +70,17 @@ class PushkvPrefill(Sending):
                 if self.world.chunked:
                     done = before + new
                     self._steps.setdefault(flight.id, []).append((done, end))
-                    self.host.feed(ev.Computed(flight.id, done, done == flight.input_len))
+                    self.host.feed(ev.Computed(flight.id, done, False))
 
     def prefilled(self, request: Request, now: int) -> None:
-        """By chunks, with every gather enqueued: the device runs them before whatever is written into the blocks next,
-        so vLLM frees them at once. Else they are held, and what leaves whole leaves now.
-        """
-        flight = request.flight
-        enqueued = self._enqueued.pop(flight.id, 0)
-        if flight.id in self._at_work and enqueued == flight.input_len:
-            flight.held_p = now
-            self.world.prefilled(flight, now)
-            self._free_blocks(request, now)
-            return
+        """No preemption can come any more: what leaves whole leaves now."""
         super().prefilled(request, now)
-        if flight.id in self._at_work and not (flight.packed and self.world.chunked):
+        flight = request.flight
+        if flight.id not in self._at_work:
+            return
+        if flight.packed and self.world.chunked:
+            self.host.feed(ev.Computed(flight.id, flight.input_len, True))
+        else:
             fixed, each = self._begin
             self.world.later(now + fixed + each * request.input_len, self._leaves, flight)
 
@@ -103,8 +97,6 @@ class PushkvPrefill(Sending):
         the next one waits for it; what comes later passes beside what the device computes, behind the kernel that runs
         there."""
         engine, world = self.engine, self.world
-        if action.transfer_id not in self.held:
-            self._enqueued[action.transfer_id] = action.stop
         steps = self._steps.get(action.transfer_id, ())
         computed = next((end for tokens, end in steps if action.stop <= tokens), 0)
         start = max(self.env.ticks, computed, self._copies_free)
