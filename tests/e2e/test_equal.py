@@ -122,7 +122,7 @@ async def test_block_sizes(cluster: Cluster, oracle: Oracle, path: str, p_block:
 
 
 # On two cores, ranks that spin for each other have kept other processes from running for up to a minute.
-@pytest.mark.flaky(reruns=2)
+@pytest.mark.flaky(reruns=4)
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])
 async def test_tensor_parallel(cluster: Cluster, oracle: Oracle, path: str, p_tp: int, d_tp: int) -> None:
     """The two KV heads lie in one rank on one side, in two on the other."""
