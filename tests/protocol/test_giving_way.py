@@ -54,9 +54,10 @@ def test_what_was_preempted_gives_way_when_it_is_quiet_and_is_sent_again(
 
 
 @pytest.mark.parametrize("word", [ev.GiveWay(), ASKED])
-def test_its_source_is_not_let_go_while_one_of_its_writes_goes_on(word: ev.Record) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_its_source_is_not_let_go_while_one_of_its_writes_goes_on(word: ev.Record, alone: bool) -> None:
     """F21: what has been gathered of it is gathered again."""
-    made = preempted(4, preempt=False)
+    made = preempted(4, preempt=False, alone=alone)
     made.step([ev.Computed("t", 6, False), ev.Packed(2)], 0.0, [])
     assert made.sender.claim(2, 0.0)
     assert said(made, ev.Preempted("t"), word) == [ev.Abandon(1), ev.Abandon(2)]
@@ -84,6 +85,15 @@ def test_where_no_other_rank_sends_the_last_part_is_told_of_at_once() -> None:
     """Its engine may learn much later that the prefill has ended, if it launches the next one first."""
     made = preempted(8, alone=True)
     assert said(made, ev.WriteDone(1)) == [msg.Written(ME, YOU, 1, 0, 8, True), ev.Sent("t", True, "")]
+
+
+def test_the_last_part_is_not_kept_for_one_before_it() -> None:
+    """Once nothing else can be lost."""
+    made = preempted(4, preempt=False, alone=True)
+    made.step([ev.Computed("t", 8, True), ev.Packed(2)], 0.0, [])
+    assert made.sender.claim(2, 0.0)
+    assert said(made, ev.WriteDone(2)) == [msg.Written(ME, YOU, 1, 1, 4, True)]
+    assert said(made, ev.WriteDone(1)) == [msg.Written(ME, YOU, 1, 0, 4, False), ev.Sent("t", True, "")]
 
 
 def test_a_rank_that_sends_to_two_waits_for_the_end() -> None:
