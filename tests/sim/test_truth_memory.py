@@ -80,8 +80,8 @@ def test_direct_holds_on_d_from_the_offer_on() -> None:
 
 def test_packed_without_a_grant_holds_on_p() -> None:
     """Landing memory for one prompt at a time and a slow wire: the next ones wait in P's cache."""
-    rows: list[Row] = [(0.0, N, 5)] * 6
-    flags = {"mode": "pushkv", "path": "packed", "fabric": "tcp"}
+    rows: list[Row] = [(0.0, N, 5)] * 12
+    flags = {"mode": "pushkv", "path": "packed", "overlap": "none", "fabric": "tcp"}
     wide = simulate(scenario(**flags), rows).totals
     narrow = simulate(scenario(**flags, landing_gib=1.2), rows).totals
     assert narrow.held_block_s_prefill > 1.5 * wide.held_block_s_prefill
