@@ -39,12 +39,25 @@ def hand_over(pair: Pair, tid: str, tokens: int, packed: bool, base: int = 0) ->
     return reason, p.sent(tid, source, tokens)
 
 
+def two_lives(p: Engine, d: Engine, seed: int = 11) -> tuple[tuple[list[int]], tuple[list[int]], tuple[list[int]]]:
+    """P's blocks for 200 tokens before and after a preemption, and D's."""
+    hosts, each = Hosts(seed), -(-200 // p.block)
+    blocks = hosts.dice.sample(range(1, BLOCKS), 2 * each)
+    return (blocks[:each],), (blocks[each:],), hosts.blocks(d, 200)
+
+
+def ended(p: Engine, d: Engine, source: BlockIds) -> None:
+    """P's engine learns that the prefill of "t" has ended. Where one rank sends to one, D does not wait for that."""
+    if p.tp * d.tp > 1:
+        p.compute("t", 200, source)
+
+
 def computed_again(p: Engine, d: Engine, source: BlockIds, target: BlockIds) -> None:
     """What P has preempted of the 200 tokens of "t" is computed in ``source``, in two chunks; what D has is right."""
     p.say(ev.Computed("t", 0, False))
     p.chunk("t", 96, source)
     p.chunk("t", 200, source)
-    p.compute("t", 200, source)
+    ended(p, d, source)
     assert d.scatter("t", 0, 200, target) == ""
     d.check("t", 0, 200, target)
     assert p.sent("t", source, 200)

@@ -10,8 +10,8 @@ from pushkv.model.protocol import events as ev
 from pushkv.reference.ports import Chunk
 
 from .channels import until
-from .engine_pairs import TWO, Hosts, Make, computed_again, hand_over
-from .inprocess import BLOCKS, Engine
+from .engine_pairs import TWO, Make, computed_again, ended, hand_over, two_lives
+from .inprocess import Engine
 from .said import wanted
 
 pytest.importorskip("torch", reason="the caches are torch tensors")
@@ -41,13 +41,6 @@ def begun(p: Engine, d: Engine, tokens: int = 200) -> None:
                 for one in list(senders._transfers.values())
             )
         )
-
-
-def two_lives(p: Engine, d: Engine, tokens: int = 200) -> tuple[tuple[list[int]], tuple[list[int]], tuple[list[int]]]:
-    """P's blocks before and after the preemption, and D's."""
-    hosts, each = Hosts(11), -(-tokens // p.block)
-    blocks = hosts.dice.sample(range(1, BLOCKS), 2 * each)
-    return (blocks[:each],), (blocks[each:],), hosts.blocks(d, tokens)
 
 
 @RANKS
@@ -128,7 +121,7 @@ def test_a_chunk_of_the_step_that_fences_is_kept(pair: Make, p_tp: int, d_tp: in
     p.fill("t", 200, second)
     for rank in p.ranks:
         rank.enqueued(p.step)
-    p.compute("t", 200, second)
+    ended(p, d, second)
     assert d.scatter("t", 0, 200, target) == ""
     d.check("t", 0, 200, target)
     assert p.sent("t", second, 200)
@@ -152,7 +145,7 @@ def test_what_a_fence_has_overtaken_is_not_told(pair: Make) -> None:
     p.say(ev.Preempted("t"))
     p.say(ev.Computed("t", 0, False))
     p.chunk("t", 200, second)
-    p.compute("t", 200, second)
+    ended(p, d, second)
     assert d.scatter("t", 0, 200, target) == ""
     d.check("t", 0, 200, target)
     assert p.sent("t", second, 200)
