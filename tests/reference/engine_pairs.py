@@ -6,7 +6,9 @@ import random
 from collections.abc import Callable
 
 from pushkv.model.protocol import events as ev
+from pushkv.model.protocol.outgoing import Shard
 from pushkv.reference.ports import BlockIds
+from pushkv.reference.rank import Rank
 
 from .inprocess import BLOCKS, Engine
 
@@ -44,6 +46,17 @@ def two_lives(p: Engine, d: Engine, seed: int = 11) -> tuple[tuple[list[int]], t
     hosts, each = Hosts(seed), -(-200 // p.block)
     blocks = hosts.dice.sample(range(1, BLOCKS), 2 * each)
     return (blocks[:each],), (blocks[each:],), hosts.blocks(d, 200)
+
+
+def shards(rank: Rank) -> list[Shard]:
+    """Of the transfer that ``rank`` sends, when it knows all of them; before, and where it sends nothing, none. The rank
+    goes on meanwhile on its own thread.
+    """
+    for transfer in list(rank.endpoint.sender._transfers.values()):
+        found = list(transfer.shards.values())
+        if len(found) == transfer.fanout:
+            return found
+    return []
 
 
 def ended(p: Engine, d: Engine, source: BlockIds) -> None:

@@ -13,7 +13,7 @@ from pushkv.reference.ports import Chunk
 
 from .channels import until
 from .device_like import Event, on_a_device
-from .engine_pairs import TWO, Hosts, Make, computed_again, ended, hand_over, two_lives
+from .engine_pairs import TWO, Hosts, Make, computed_again, ended, hand_over, shards, two_lives
 from .inprocess import BLOCKS
 from .said import wanted
 
@@ -62,8 +62,8 @@ def test_chunks_leave_as_they_are_computed(pair: Make, p_tp: int, d_tp: int, lat
         p.chunk("t", tokens, source, late=late)
 
     def all_written() -> bool:
-        sent = [rank.endpoint.sender._transfers["t"] for rank in p.ranks]
-        return all(len(one.shards) == one.fanout and all(s.kept for s in list(one.shards.values())) for one in sent)
+        sent = [shards(rank) for rank in p.ranks]
+        return all(each and all(shard.kept for shard in each) for each in sent)
 
     if p_tp * d_tp > 1:
         assert until(all_written)
@@ -304,13 +304,10 @@ def test_a_chunk_waits_for_its_own_step_only(pair: Make) -> None:
         p.ranks[0].enqueued(number)
         if number == 1:
             event.set()
-    transfers = p.ranks[0].endpoint.sender._transfers
 
     def first_chunk_is_sent() -> bool:
         """All its whole parts, that is: the one that reaches into the second chunk must wait."""
-        return any(
-            shard.done and shard.planned >= 112 for one in list(transfers.values()) for shard in one.shards.values()
-        )
+        return any(shard.done and shard.planned >= 112 for shard in shards(p.ranks[0]))
 
     assert until(first_chunk_is_sent)
     assert not event.query()

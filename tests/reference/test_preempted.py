@@ -10,7 +10,7 @@ from pushkv.model.protocol import events as ev
 from pushkv.reference.ports import Chunk
 
 from .channels import until
-from .engine_pairs import TWO, Make, computed_again, ended, hand_over, two_lives
+from .engine_pairs import TWO, Make, computed_again, ended, hand_over, shards, two_lives
 from .inprocess import Engine
 from .said import wanted
 
@@ -33,14 +33,12 @@ def begun(p: Engine, d: Engine, tokens: int = 200) -> None:
     """``t`` runs at P, and D has granted it memory."""
     p.begin("t", tokens)
     d.say(wanted("t", p.address, tokens, tokens, True))
-    for rank in p.ranks:
-        senders = rank.endpoint.sender
-        assert until(
-            lambda senders=senders: any(
-                all(shard.memory is not None for shard in one.shards.values()) and len(one.shards) == one.fanout
-                for one in list(senders._transfers.values())
-            )
-        )
+
+    def granted() -> bool:
+        sent = [shards(rank) for rank in p.ranks]
+        return all(each and all(shard.memory is not None for shard in each) for each in sent)
+
+    assert until(granted)
 
 
 @RANKS
