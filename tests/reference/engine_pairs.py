@@ -49,9 +49,7 @@ def two_lives(p: Engine, d: Engine, seed: int = 11) -> tuple[tuple[list[int]], t
 
 
 def shards(rank: Rank) -> list[Shard]:
-    """Of the transfer that ``rank`` sends, when it knows all of them; before, and where it sends nothing, none. The rank
-    goes on meanwhile on its own thread.
-    """
+    """Of the transfer that ``rank`` sends, when it knows all of them, else none. The rank goes on meanwhile."""
     for transfer in list(rank.endpoint.sender._transfers.values()):
         found = list(transfer.shards.values())
         if len(found) == transfer.fanout:
