@@ -122,7 +122,15 @@ class Engine:
     """vLLM's scheduler and both sides of a connector; a step as the engine core and the model runner make it."""
 
     def __init__(
-        self, name: str, kind: dict[str, Any], port: int, model: Path, blocks: int, at_once: int, step_s: float
+        self,
+        name: str,
+        kind: dict[str, Any],
+        port: int,
+        model: Path,
+        blocks: int,
+        at_once: int,
+        step_s: float,
+        device: str,
     ) -> None:
         import torch
         from vllm.config import (
@@ -135,7 +143,7 @@ class Engine:
             set_current_vllm_config,
         )
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
@@ -151,7 +159,6 @@ class Engine:
                      "staging_bytes": size, "overlap": "chunk" if kind.get("chunks") else "none"}  # fmt: skip
         cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=False)
         cache.num_gpu_blocks = total + OTHERS * ROOM + 8
-        cache.kv_cache_layout = "LBHNC"
         config = VllmConfig(
             model_config=ModelConfig(model=str(model), tokenizer=str(model), skip_tokenizer_init=True, dtype="bfloat16",
                                      max_model_len=longest, enforce_eager=True),
@@ -161,20 +168,22 @@ class Engine:
                                              enable_chunked_prefill=True),
             kv_transfer_config=KVTransferConfig(
                 kv_connector=kind["kv_connector"], kv_connector_module_path=module, engine_id=name,
-                kv_role="kv_producer" if name == "P" else "kv_consumer", kv_buffer_device="cpu",
+                kv_role="kv_producer" if name == "P" else "kv_consumer", kv_buffer_device=device,
                 kv_connector_extra_config=extra),
-            device_config=DeviceConfig(device="cpu"),
+            device_config=DeviceConfig(device=device),
         )  # fmt: skip
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16)
         group = KVCacheGroupSpec([LAYER], spec)
         caches = KVCacheConfig(num_blocks=cache.num_gpu_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
-        caches.kv_cache_layout = cache.kv_cache_layout
+        if hasattr(cache, "kv_cache_layout"):
+            cache.kv_cache_layout = caches.kv_cache_layout = "LBHNC"
+        else:  # vLLM 0.26
+            os.environ["VLLM_KV_CACHE_LAYOUT"] = "HND"
         with set_current_vllm_config(config):
             _one_rank(name)
             self.worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
-            self.worker.register_kv_caches(
-                {LAYER: torch.zeros(cache.num_gpu_blocks, HEADS, BLOCK, 2 * DIM, dtype=torch.bfloat16)}
-            )
+            shape = cache.num_gpu_blocks, HEADS, BLOCK, 2 * DIM
+            self.worker.register_kv_caches({LAYER: torch.zeros(shape, dtype=torch.bfloat16, device=device)})
             self.scheduler = Scheduler(
                 vllm_config=config, kv_cache_config=caches, structured_output_manager=StructuredOutputManager(config),
                 block_size=BLOCK, log_stats=False,
@@ -183,8 +192,10 @@ class Engine:
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
         self.watch = Stopwatch()
         for hook in SCHEDULER_HOOKS:
-            setattr(self.connector, hook, self.watch.timed(hook, getattr(self.connector, hook)))
+            if hasattr(self.connector, hook):  # vLLM 0.26 has fewer
+                setattr(self.connector, hook, self.watch.timed(hook, getattr(self.connector, hook)))
         self._work = self.watch.timed("worker side", self._worker_side)
+        self._told_of_failures = hasattr(KVConnectorBase_V1, "get_transfer_results")
         self._chunks = kind.get("chunks", 1)
         self.name, self.port, self.step_s = name, port, step_s
         self._next = time.monotonic()
@@ -262,8 +273,9 @@ class Engine:
             sampled.append([7] if left == 0 else [])
         reports = KVConnectorOutput()
         self._work(out, reports)
-        if reports.failed_recving or reports.invalid_block_ids:
-            raise RuntimeError(f"{self.name}: hand-overs have failed: {reports.failed_recving}, {self.counters()}")
+        failed = getattr(reports, "failed_recving", None)
+        if failed or reports.invalid_block_ids:
+            raise RuntimeError(f"{self.name}: hand-overs have failed: {failed}, {self.counters()}")
         done = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
@@ -290,10 +302,13 @@ class Engine:
         worker.bind_connector_metadata(out.kv_connector_metadata)
         worker.start_load_kv(None)
         worker.wait_for_save()
-        results = worker.get_transfer_results(out.finished_req_ids)
-        reports.finished_sending = results.finished_sending
-        reports.finished_recving = results.finished_recving
-        reports.failed_recving = results.failed_recving
+        if self._told_of_failures:
+            results = worker.get_transfer_results(out.finished_req_ids)
+            reports.finished_sending = results.finished_sending
+            reports.finished_recving = results.finished_recving
+            reports.failed_recving = results.failed_recving
+        else:  # vLLM 0.26
+            reports.finished_sending, reports.finished_recving = worker.get_finished(out.finished_req_ids)
         reports.invalid_block_ids = worker.get_block_ids_with_load_errors()
         reports.kv_connector_stats = worker.get_kv_connector_stats()
         reports.kv_cache_events = worker.get_kv_connector_kv_cache_events()
@@ -318,6 +333,8 @@ def serve(name: str, pipe: Connection, *engine: Any) -> None:
         os.sched_setaffinity = lambda *_: None  # type: ignore[assignment]  # vLLM's worker takes one core for itself
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(engine[1])
+        if engine[-1] == "cuda":
+            os.environ["CUDA_VISIBLE_DEVICES"] = "01"[name == "D"]
         made = Engine(name, *engine)
         gc.collect()
         gc.freeze()  # as vLLM's engine does

@@ -3,10 +3,11 @@
     .venv-e2e/bin/python benchmarks/engine_thread.py
 
 A prefill and a decode engine, each a process with vLLM's own scheduler, the connector's real scheduler and worker side,
-NIXL and a real cache in memory (`bare_engine.py`); only the model is missing. Every hook that the engine's thread calls
-is timed on that thread (`time.thread_time_ns`, the cost of reading the clock taken off), from the arrival of a batch of
-requests until nothing of them is left. The engine is a busy one: other requests decode all the time, `--at-once`
-requests share the steps, a step comes every `--step-ms`, and the thread does not sleep in between.
+NIXL and a real cache in memory (`bare_engine.py`) or, with `--device cuda`, on a GPU each; only the model is missing.
+Every hook that the engine's thread calls is timed on that thread (`time.thread_time_ns`, the cost of reading the clock
+taken off), from the arrival of a batch of requests until nothing of them is left. The engine is a busy one: other
+requests decode all the time, `--at-once` requests share the steps, a step comes every `--step-ms`, and the thread does
+not sleep in between.
 
 Such an engine makes its steps anyway, and each costs something with a connector that has nothing to do. So there are
 two numbers: `all` is everything that was spent in the hooks, per request. `own` is what the request has cost: of steps
@@ -51,9 +52,10 @@ WARM = 2
 class Side:
     """The parent's end of one engine."""
 
-    def __init__(self, name: str, *engine: Any) -> None:
+    def __init__(self, name: str, *engine: Any, device: str) -> None:
         self._pipe, there = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("fork").Process(target=serve, args=(name, there, *engine))
+        context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
+        self._process = context.Process(target=serve, args=(name, there, *engine, device))
         self._process.start()
 
     def ask(self, what: Any) -> None:
@@ -103,14 +105,14 @@ class Costs:
 
 
 def measure(
-    kind: dict[str, Any], sizes: list[int], batches: int, at_once: int, model: Path, step_s: float
+    kind: dict[str, Any], sizes: list[int], batches: int, at_once: int, model: Path, step_s: float, device: str
 ) -> dict[tuple[int, str], Costs]:
     """By size and side."""
     from e2e.servers import free_ports  # type: ignore[import-not-found]
 
     ports = free_ports(2)
     sides = {
-        name: Side(name, kind, port, model, max(sizes), at_once, step_s)
+        name: Side(name, kind, port, model, max(sizes), at_once, step_s, device=device)
         for name, port in zip(("P", "D"), ports, strict=True)
     }
     numbers = itertools.count(0, at_once)
@@ -188,11 +190,13 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=8, help="requests of a batch")
     parser.add_argument("--step-ms", type=float, default=20.0, help="from one step to the next")
     parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=list(KINDS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: P on GPU 0, D on GPU 1")
     parser.add_argument("--hooks", action="store_true", help="say what each hook cost in the median batch")
     chosen = parser.parse_args()
     os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
                        "VLLM_HOST_IP": "127.0.0.1", "VLLM_LOGGING_LEVEL": "WARNING"})  # fmt: skip
-    import vllm.v1.core.sched.scheduler  # noqa: F401 - imported once, before the forks
+    if chosen.device == "cpu":
+        import vllm.v1.core.sched.scheduler  # noqa: F401 - imported once, before the forks
 
     results = {}
     with tempfile.TemporaryDirectory(prefix="pushkv-config-") as folder:
@@ -200,7 +204,7 @@ def main() -> int:
         for kind in chosen.kinds:
             begun = time.monotonic()
             results[kind] = measure(
-                KINDS[kind], chosen.blocks, chosen.batches, chosen.at_once, model, chosen.step_ms / 1e3
+                KINDS[kind], chosen.blocks, chosen.batches, chosen.at_once, model, chosen.step_ms / 1e3, chosen.device
             )
             print(f"{kind}: {time.monotonic() - begun:.0f} s", file=sys.stderr)
     table(results, chosen.batches, chosen.at_once)

@@ -43,11 +43,12 @@ class CopyError(ValueError):
 
 
 class Copy:
-    """A copy under way."""
+    """A copy under way. lane: the copies of one copier in one lane end in the order in which they were asked for."""
 
-    def __init__(self, event: Any = None, keep: object = None) -> None:
+    def __init__(self, event: Any = None, keep: object = None, lane: int = 0) -> None:
         self._event = event
         self._keep = keep  # indices must live until the device has read them
+        self.lane = lane
 
     def done(self) -> bool:
         """Whether all bytes are in place; does not block."""

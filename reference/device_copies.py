@@ -140,8 +140,9 @@ class DeviceCopier:
     def _copy(self, batches: list[Rows], places: Longs, after: Any, gather: bool) -> Copy:
         size = self._segment_bytes
         run = self._kernel.run
-        stream, lists = self._lanes[after is not None]
-        return Copy(*run(batches, places, size, self._device, stream, after, lists, gather=gather))
+        lane = int(after is not None)
+        stream, lists = self._lanes[lane]
+        return Copy(*run(batches, places, size, self._device, stream, after, lists, gather=gather), lane)
 
     def prepare(self, slotted: Sequence[Slotted], offset: int) -> list[Ahead]:
         """What of a scatter can be worked out before its blocks are known; the part's packed bytes begin at ``offset``.

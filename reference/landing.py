@@ -40,15 +40,15 @@ log = logging.getLogger(__name__)
 
 
 class Loading:
-    """The scatters of one step, which the engine thread waits for. ``after``: an event on the device that they must not
-    precede.
+    """The scatters of one step, which the engine thread waits for. ``stream``: what it enqueues on, on a device: they
+    come behind what is there by now.
     """
 
-    def __init__(self, loads: Sequence[Load], after: Any = None) -> None:
-        self.loads, self.after = loads, after
+    def __init__(self, loads: Sequence[Load], stream: Any = None) -> None:
+        self.loads, self._stream = loads, stream
         self.asked_s = time.monotonic()
         self.failed: list[Load] = []
-        self._copies: list[Copy] = []
+        self._copies: dict[int, Copy] = {}
         self._lock, self._begun = threading.Lock(), threading.Lock()
         self._begun.acquire()  # until they have begun: the bare lock costs the engine's thread less than an event
         self._taken = self._given_up = False
@@ -66,11 +66,23 @@ class Loading:
             self._given_up = not self._taken
             return self._given_up
 
-    def begun(self, copies: list[Copy]) -> None:
-        """By the transfer thread: the copies are done (on a host) or enqueued (on a device), all but those of what has
-        ``failed``.
+    def mark(self) -> Any:
+        """By the transfer thread, which has the time: an event behind what is enqueued. The forward is not yet: before
+        it the engine's thread waits.
         """
-        self._copies = copies
+        if self._stream is None:
+            return None
+        import torch
+
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def begun(self, copies: Sequence[Copy]) -> None:
+        """By the transfer thread: the copies are done (on a host) or enqueued (on a device), all but those of what has
+        ``failed``; in the order in which they were asked for.
+        """
+        self._copies = {copy.lane: copy for copy in copies}  # the last of each lane: the others are over by then
         self._begun.release()
 
     def wait(self, timeout_s: float = 60.0) -> Sequence[Load]:
@@ -81,7 +93,7 @@ class Loading:
             self._give_up() or not self._begun.acquire(timeout=timeout_s)
         ):
             return self.loads
-        for copy in self._copies:
+        for copy in self._copies.values():
             copy.join()
         return self.failed
 
@@ -295,12 +307,14 @@ class Landing:
                 self.rank.count("scatter too late")
                 self.rank.tell_office(Loaded(one.transfer_id), now)
             return
+        after: Any = None
         every: list[Copy] = []
         for one in loading.loads:
             copies: list[Copy] = []
             record: dict[str, Any] | None = None
             try:
-                self._scatter(one, loading.after, copies)
+                after = after or loading.mark()
+                self._scatter(one, after, copies)
                 times = {"asked_s": loading.asked_s, "launched_s": time.monotonic()}
                 record = {"side": "load", "transfer_id": one.transfer_id, **times}
             except Exception:  # what was launched before goes on

@@ -158,7 +158,7 @@ class Office:
             elif (word := self._handles.inward(said)) is None:
                 self.news.extend(self._handles.refusals(said))
             elif isinstance(word, Chunk):
-                self._all(Table(word.transfer_id, word.blocks, word.tokens, word.step))
+                self._all(Table(word.transfer_id, word.blocks(), word.tokens, word.step))
                 self._all(ev.Computed(word.transfer_id, word.tokens, False))
             elif isinstance(word, Complete):
                 self._all(Table(word.transfer_id, word.blocks))

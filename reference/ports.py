@@ -87,11 +87,11 @@ class Wanted(msgspec.Struct, frozen=True):
 
 class Chunk(msgspec.Struct, frozen=True):
     """Word to the office: when the engine's step `step` is done, the first `tokens` tokens of a prefill are in
-    `blocks`. The lists may grow later; what is in them stays.
+    `blocks()`, or in the first of them. That takes time that grows with them: not for the engine's thread.
     """
 
     transfer_id: str
-    blocks: BlockIds
+    blocks: Callable[[], BlockIds]
     tokens: int
     step: int
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from pushkv.model.protocol import events as ev
@@ -21,6 +22,11 @@ from pushkv.reference.identity import Identity, IdentityError, RequestLike, iden
 from pushkv.reference.ports import BlockIds, Chunk, Complete, Held, Office, StepOrders
 from pushkv.reference.progress import Progress
 from pushkv.reference.rules import Rules
+
+Added = tuple[tuple[list[int], int], ...]
+"""What one step adds to a request's blocks: per cache group vLLM's own list, and its length then. The model runner
+extends it in place.
+"""
 
 
 class State(enum.Enum):
@@ -31,7 +37,7 @@ class State(enum.Enum):
 
 
 class _Leg:
-    __slots__ = ("blocks", "identity", "length", "released", "request_id", "state", "tokens", "told", "verdict")
+    __slots__ = ("added", "identity", "length", "released", "request_id", "state", "tokens", "told", "verdict")
 
     def __init__(self, request_id: str, identity: Identity, length: int, tokens: int) -> None:
         self.request_id = request_id
@@ -39,7 +45,7 @@ class _Leg:
         self.length = length  # tokens that must be computed
         self.tokens = tokens  # the same, rounded up to what the layout can move
         self.state = State.QUEUED
-        self.blocks: tuple[list[int], ...] = ()  # of the chunks so far
+        self.added: list[Added] = []  # of the chunks so far
         self.told = 0  # tokens of the prompt that the protocol was told of, in whichever of its lives
         self.released = self.verdict = False
 
@@ -123,7 +129,7 @@ class PrefillLegs:
             leg = self._legs.get(request_id)
             if leg is not None and leg.state is State.RUNNING:
                 leg.state = State.QUEUED
-                leg.blocks = ()
+                leg.added = []
                 self._queued[request_id] = leg
                 self.running.pop(request_id, None)
                 self._lost_blocks.append(request_id)
@@ -143,16 +149,14 @@ class PrefillLegs:
         found = False
         for request_id, done, blocks, fresh in steps:
             leg = self.running[request_id]
-            added = self._rules.select(blocks) if blocks else ()
-            if fresh or not leg.blocks:
-                leg.blocks = tuple(list(ids) for ids in added)
-            else:
-                for known, more in zip(leg.blocks, added, strict=False):
-                    known += more
+            if fresh:
+                leg.added = []
+            if blocks:
+                leg.added.append(tuple([(ids, len(ids)) for ids in self._rules.select(blocks)]))
             tokens = self._rules.leaves(min(done, leg.length), leg.tokens)
             if tokens:
                 leg.told = max(leg.told, tokens)
-                self._say(Chunk(request_id, leg.blocks, tokens, step))
+                self._say(Chunk(request_id, partial(_joined, leg.added), tokens, step))
                 found = True
             if done >= leg.length:
                 del self.running[request_id]
@@ -234,6 +238,11 @@ class PrefillLegs:
         for leg in self._booked.values():
             if leg.state is State.SENDING or leg.told:
                 self._say(ev.Abort(leg.request_id, "cache was reset"))
+
+
+def _joined(steps: list[Added]) -> BlockIds:
+    """All blocks that the steps so far have added."""
+    return tuple([block for ids, count in group for block in ids[:count]] for group in zip(*list(steps), strict=True))
 
 
 def _truncate(request: Any, backoff: int) -> bool:

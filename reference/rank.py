@@ -148,12 +148,20 @@ class Rank:
         """Copy what has landed into the blocks of ``loads`` (which begin with the prompt's first token), from its
         ``first`` token on. What is past ``stop`` is copied too when it has landed: the forward writes it anew.
         """
-        loading = Loading(loads, self._mark())
+        loading = Loading(loads, self._stream())
         self.receive(loading)
         return loading
 
+    def _stream(self) -> Any:
+        """The calling thread's: blocks may still be used by what is enqueued there."""
+        if not self._on_device:
+            return None
+        import torch
+
+        return torch.cuda.current_stream(self.device)
+
     def _mark(self) -> Any:
-        """Where the calling thread's stream stands: blocks may still be used by what is enqueued there."""
+        """Where the calling thread's stream stands."""
         if not self._on_device:
             return None
         import torch

@@ -33,8 +33,8 @@ class Event:
 class LateCopy:
     """As `copies.Copy`."""
 
-    def __init__(self, event: Event) -> None:
-        self._event = event
+    def __init__(self, event: Event, lane: int = 0) -> None:
+        self._event, self.lane = event, lane
 
     def done(self) -> bool:
         return self._event.query()
@@ -60,7 +60,7 @@ class LateCopier:
         event = Event()
         self.waited += after is not None and not after.query()
         self._lanes[after is not None].put((plan, list(segments), offset, after, event))
-        return LateCopy(event)
+        return LateCopy(event, int(after is not None))
 
     def _run(self, lane: SimpleQueue[Any]) -> None:
         while True:

@@ -136,7 +136,7 @@ class Engine:
         elif isinstance(word, Wanted):
             self._wanted(word)
         elif isinstance(word, Chunk):
-            self._blocks(word.transfer_id, word.blocks, word.tokens, word.step)
+            self._blocks(word.transfer_id, word.blocks(), word.tokens, word.step)
             self._say("rank", ev.Computed(word.transfer_id, word.tokens, False))
         elif isinstance(word, Complete):
             self._blocks(word.transfer_id, word.blocks, 1 << 30, 0)

@@ -27,11 +27,11 @@ from pushkv.model.protocol import events as ev
 from pushkv.reference import opening
 from pushkv.reference.caches import Ranks, layouts_of
 from pushkv.reference.cpu_formats import CpuFormat, read_head_part
-from pushkv.reference.ports import Address, BlockIds, Chunk, Complete, EngineSetup, Load
+from pushkv.reference.ports import Address, BlockIds, Complete, EngineSetup, Load
 from pushkv.reference.rank import Rank
 from pushkv.reference.settings import ConnectorSettings
 
-from .said import held, wanted
+from .said import chunk, held, wanted
 
 Link = tuple[str, int]
 
@@ -230,7 +230,7 @@ class Engine:
         self.step += 1
         if not late:
             self.fill(transfer_id, tokens, blocks)
-        self.say(Chunk(transfer_id, blocks, tokens, self.step))
+        self.say(chunk(transfer_id, blocks, tokens, self.step))
         if late:
             time.sleep(0.02)
             self.fill(transfer_id, tokens, blocks)

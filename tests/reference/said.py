@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pushkv.reference.ports import Address, Held, Wanted
+from pushkv.reference.ports import Address, BlockIds, Chunk, Held, Wanted
 
 
 @dataclass
@@ -20,6 +20,10 @@ class Named:
 
 def held(transfer_id: str, tokens: int, *, chunked: bool = False) -> Held:
     return Held(Named(transfer_id), tokens, chunked)  # type: ignore[arg-type]
+
+
+def chunk(transfer_id: str, blocks: BlockIds, tokens: int, step: int) -> Chunk:
+    return Chunk(transfer_id, lambda: blocks, tokens, step)
 
 
 def wanted(transfer_id: str, peer: Address, tokens: int, total: int, packed: bool | None) -> Wanted:

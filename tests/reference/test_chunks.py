@@ -9,13 +9,12 @@ import random
 import pytest
 
 from pushkv.model.protocol import events as ev
-from pushkv.reference.ports import Chunk
 
 from .channels import until
 from .device_like import Event, on_a_device
 from .engine_pairs import TWO, Hosts, Make, computed_again, ended, hand_over, shards, two_lives
 from .inprocess import BLOCKS
-from .said import wanted
+from .said import chunk, wanted
 
 pytest.importorskip("torch", reason="the caches are torch tensors")
 
@@ -137,7 +136,7 @@ def test_steps_and_gathers_of_a_device(pair: Make, p_tp: int, d_tp: int) -> None
 
     def step(tokens: int, where: tuple[list[int]]) -> Event:
         p.step += 1
-        p.say(Chunk("t", where, tokens, p.step))
+        p.say(chunk("t", where, tokens, p.step))
         done = Event()
         for rank in p.ranks:
             rank._mark = lambda: done  # type: ignore[method-assign]
@@ -198,7 +197,7 @@ def test_random_chunks(pair: Make, seed: int) -> None:
             lives -= 1
             if dice.random() < 0.5:  # its next step was scheduled, and does not come to run
                 p.step += 1
-                p.say(Chunk(tid, blocks, tokens, p.step))
+                p.say(chunk(tid, blocks, tokens, p.step))
             p.preempt(tid, done, blocks)
             enough = len(pool) >= len(blocks[0])
             spare = [pool.pop() for _ in blocks[0]] if enough else dice.sample(blocks[0], len(blocks[0]))
@@ -247,7 +246,7 @@ def test_a_fence_may_overtake_the_words_of_the_step_before(pair: Make) -> None:
         rank.enqueued(1)
         rank.fence(["t"], 2)
     p.fill("somebody else", 64, first)
-    p.say(Chunk("t", first, 64, 1))
+    p.say(chunk("t", first, 64, 1))
     assert not until(lambda: any(transport.posted for transport in p.transports), patience_s=0.2)
     p.say(ev.Preempted("t"))
     computed_again(p, d, second, target)
@@ -269,7 +268,7 @@ def test_a_prompt_that_is_computed_is_not_behind_one_that_is_not(pair: Make) -> 
     for number, (name, source) in enumerate(sources.items(), 1):
         event = Event()
         steps.append(event)
-        p.say(Chunk(name, source, 60, number))
+        p.say(chunk(name, source, 60, number))
         p.ranks[0]._mark = lambda event=event: event  # type: ignore[method-assign]
         p.ranks[0].enqueued(number)
     assert until(lambda: late.waited == 1)
@@ -299,7 +298,7 @@ def test_a_chunk_waits_for_its_own_step_only(pair: Make) -> None:
     p.fill("t", 128, source)
     for number, tokens in enumerate((128, 200), 1):
         event = Event()
-        p.say(Chunk("t", source, tokens, number))
+        p.say(chunk("t", source, tokens, number))
         p.ranks[0]._mark = lambda event=event: event  # type: ignore[method-assign]
         p.ranks[0].enqueued(number)
         if number == 1:

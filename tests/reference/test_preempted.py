@@ -7,12 +7,11 @@ from __future__ import annotations
 import pytest
 
 from pushkv.model.protocol import events as ev
-from pushkv.reference.ports import Chunk
 
 from .channels import until
 from .engine_pairs import TWO, Make, computed_again, ended, hand_over, shards, two_lives
 from .inprocess import Engine
-from .said import wanted
+from .said import chunk, wanted
 
 pytest.importorskip("torch", reason="the caches are torch tensors")
 
@@ -22,7 +21,7 @@ RANKS = pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), *TWO])
 def told_of(p: Engine, tokens: int, blocks: tuple[list[int]], *, enqueued: bool = False) -> None:
     """The next step computes the first ``tokens`` tokens of ``t``; every rank has heard of it."""
     p.step += 1
-    p.say(Chunk("t", blocks, tokens, p.step))
+    p.say(chunk("t", blocks, tokens, p.step))
     for rank in p.ranks:
         assert until(lambda rank=rank: rank.sending.prompts["t"].last_step == p.step)
         if enqueued:
@@ -138,7 +137,7 @@ def test_what_a_fence_has_overtaken_is_not_told(pair: Make) -> None:
     for rank in p.ranks:
         rank.enqueued(1)
         rank.fence(["t"], 2)
-    p.say(Chunk("t", first, 200, 1))
+    p.say(chunk("t", first, 200, 1))
     assert hand_over((p, d), "other", 64, True) == ("", True)
     p.say(ev.Preempted("t"))
     p.say(ev.Computed("t", 0, False))
