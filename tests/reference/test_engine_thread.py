@@ -51,7 +51,7 @@ class Blocks:
 class Desk:
     """An engine's scheduler side and office, and what the rank was told."""
 
-    def __init__(self, *, path: str = "packed", backoff: int = 0) -> None:
+    def __init__(self, *, path: str = "packed", backoff: int = 0, chunked: bool = False) -> None:
         self.told: list[Any] = []
         self.knocks: list[int] = []  # how many words lay there at each
         self.office: Office = Office(
@@ -59,7 +59,8 @@ class Desk:
             landing_bytes=lambda tokens, links: tokens, deliver=lambda rank, word: self.told.append(word),
             wake=lambda: self.knocks.append(len(self.office.inbox)), stop=lambda drain_s: None,
         )  # fmt: skip
-        self.side = SchedulerSide(self.office, Rules(Address("P", "h", 1, 1), block_tokens=16, backoff=backoff))
+        rules = Rules(Address("P", "h", 1, 1), block_tokens=16, backoff=backoff, chunked=chunked)
+        self.side = SchedulerSide(self.office, rules)
 
     def turn(self, *lists: Long) -> None:
         """The office's thread has its turn."""
@@ -105,6 +106,28 @@ def test_a_prefill(backoff: int) -> None:
     desk.report(ev.Sent(key, True, ""))
     assert desk.side.step({}, None).sent == [one.request_id]
     assert not any(desk.office._handles.sizes().values())
+
+
+def test_a_chunk_hands_over_the_lists_that_vllm_has_made() -> None:
+    """The model runner appends to the first of them what later steps add; what a chunk means is what was there."""
+    desk, tokens, first, more = Desk(chunked=True), Long(range(5000)), Long(range(200)), Long(range(200, 313))
+    one = request("cmpl-a-0-00000001", tokens, do_remote_decode=True)
+    name = one.request_id
+    desk.side.on_new_request(one)
+    cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set())
+    new = SimpleNamespace(req_id=name, num_computed_tokens=0, block_ids=(first,))
+    scheduled = {name: 3200}
+    output = SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_new_reqs=[new], scheduled_cached_reqs=cached)
+    assert desk.side.step(scheduled, None, output).chunks
+    cached = SimpleNamespace(req_ids=[name], num_computed_tokens=[3200], new_block_ids=[(more,)], resumed_req_ids=set())
+    scheduled = {name: 1800}
+    output = SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_new_reqs=[], scheduled_cached_reqs=cached)
+    assert desk.side.step(scheduled, None, output).chunks
+    first.extend(range(200, 313))
+    desk.turn(tokens, first, more)
+    assert [(table.tokens, table.blocks) for table in desk.of(Table)] == [
+        (3200, ([*range(313)],)), (5000, ([*range(313)],)),
+    ]  # fmt: skip
 
 
 def test_a_packed_load_takes_the_block_lists_that_vllm_has_made() -> None:

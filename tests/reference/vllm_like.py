@@ -93,6 +93,7 @@ class VllmLike:
         self.failed_recving: set[str] = set()
         self.preempted: set[str] = set()
         self.known: dict[str, int] = {}
+        self.tables: dict[str, list[int]] = {}  # the model runner's: the lists that it was given, extended in place
         self.lost: list[int] = []
 
     def add(self, request: Request) -> Request:
@@ -154,7 +155,9 @@ class VllmLike:
                 scheduled[request.request_id] = new
         if not self.preempted:
             self._admit(scheduled)
-        orders = self.side.step(scheduled, self.preempted, self._output(scheduled))
+        output = self._output(scheduled)
+        orders = self.side.step(scheduled, self.preempted, output)
+        self._remember(output)
         self.preempted = set()
         self.engine.fence(orders.preempted, orders.step)
         for block in self.lost:
@@ -187,6 +190,16 @@ class VllmLike:
             if told is None:
                 cached.resumed_req_ids.add(request_id)
         return SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_new_reqs=new, scheduled_cached_reqs=cached)
+
+    def _remember(self, output: Any) -> None:
+        for new in output.scheduled_new_reqs:
+            self.tables[new.req_id] = new.block_ids[0]
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if blocks and request_id in cached.resumed_req_ids:
+                self.tables[request_id] = blocks[0]
+            elif blocks:
+                self.tables[request_id].extend(blocks[0])
 
     def _admit(self, scheduled: dict[str, int]) -> None:
         order = list(self.waiting)
@@ -308,6 +321,7 @@ class VllmLike:
         self._give_back(request)
         del self.requests[request.request_id]
         self.known.pop(request.request_id, None)
+        self.tables.pop(request.request_id, None)
 
 
 class Pair:
