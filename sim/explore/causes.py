@@ -115,11 +115,22 @@ class Causes:
             excused = bool(request.causes & OWN.get(reason, frozenset())) or self._on_link(request, reason)
         elif reason in NEVER_BY_CHANCE:
             excused = False
-        else:
-            excused = bool(self.kinds - {"doubled"})  # memory and time that others were robbed of
+        else:  # memory and time that others were robbed of
+            excused = bool(self.kinds - {"doubled"}) or self._robbed(request)
         if not excused:
             done = ", ".join(sorted(request.causes)) or "nothing"
             raise Violation(f"V1: {request.tid} ({request.outcome or 'no outcome'}): {done} was done to it")
+
+    def _robbed(self, request: Request) -> bool:
+        """Whether a transfer that shares an engine with it has lost an engine or a leg: its other half holds memory
+        until a lease or a wait is over. An abort is not enough: all but the "unheard" are heard of.
+        """
+        engines = {request.p, request.d}
+        return any(
+            other.spoiled not in ("", "abort") and not engines.isdisjoint((other.p, other.d))
+            for other in self.world.requests.values()
+            if other is not request and other.at <= request.ended_at
+        )
 
     def _on_link(self, request: Request, reason: str) -> bool:
         explains = LINK.get(reason, frozenset())

@@ -14,6 +14,7 @@ from pushkv.model.protocol import messages as msg
 from pushkv.sim.explore.case import case_of, play_case
 from pushkv.sim.explore.plan import Abort, Dispatch
 from pushkv.sim.explore.profiles import CONFIGS, PROFILES, Config, Driver, play
+from pushkv.sim.explore.violation import Violation
 from pushkv.sim.explore.world import SETTINGS, World
 from tests.protocol.transcripts import STEADY
 
@@ -62,6 +63,23 @@ def test_a_leg_given_up_unheard_explains_what_its_peer_keeps() -> None:
     assert played.violation == ""
     assert world.requests["t3"].outcome == "failed: lease" and not world.requests["t3"].spoiled
     assert world.causes.kinds == {"unheard"}
+
+
+def test_an_engine_that_is_paused_explains_what_is_kept_for_it() -> None:
+    """V1: D1 is paused before it has registered two prefills; P1 keeps their blocks until their leases end, and a
+    transfer that waits for those blocks fails, though neither of its engines was paused. Nothing else was done.
+    """
+    played = play_case(case_of(910531, PROFILES["paused"], CONFIGS["plain"], 8))
+    (world,) = played.worlds
+    failed = world.requests["t8"]
+    assert failed.outcome == "failed: lease" and not failed.spoiled and world.causes.kinds == {"doubled"}
+    assert {world.requests[tid].spoiled for tid in ("t4", "t7")} == {"pause"}
+    assert played.violation == ""
+    for request in world.requests.values():
+        if request is not failed:
+            request.spoiled = ""
+    with pytest.raises(Violation, match="V1: t8"):
+        world.causes.check_outcome(failed)
 
 
 def test_who_wakes_may_still_be_cut_off() -> None:
