@@ -47,6 +47,9 @@ LINK = {
 }
 """Reasons that may also come from what was done to greetings and beats between its two engines."""
 
+STARVED = frozenset({"lease", "deadline"})
+"""Reasons of one that has waited in vain, perhaps for memory that others had."""
+
 NEVER_BY_CHANCE = frozenset(
     {
         "peer gone",
@@ -116,7 +119,7 @@ class Causes:
         elif reason in NEVER_BY_CHANCE:
             excused = False
         else:  # memory and time that others were robbed of
-            excused = bool(self.kinds - {"doubled"}) or self._robbed(request)
+            excused = bool(self.kinds - {"doubled"}) or (reason in STARVED and self._robbed(request))
         if not excused:
             done = ", ".join(sorted(request.causes)) or "nothing"
             raise Violation(f"V1: {request.tid} ({request.outcome or 'no outcome'}): {done} was done to it")
@@ -129,7 +132,9 @@ class Causes:
         return any(
             other.spoiled not in ("", "abort") and not engines.isdisjoint((other.p, other.d))
             for other in self.world.requests.values()
-            if other is not request and other.at <= request.ended_at
+            if other is not request
+            and other.spoiled_at <= request.ended_at
+            and (other.outcome != "loaded" or other.ended_at >= request.at)
         )
 
     def _on_link(self, request: Request, reason: str) -> bool:

@@ -57,6 +57,7 @@ class Request:
     chunked: bool = False
     outcome: str = ""
     spoiled: str = ""
+    spoiled_at: float = 0.0
     at: float = 0.0
     asks: str = ""
     """Engine that the receiving leg is told to ask, when that is wrong."""
@@ -69,6 +70,11 @@ class Request:
     """When the last message that names it was sent."""
     profile: Profile | None = None
     random: Random | None = None
+
+    def spoil(self, why: str, now: float) -> None:
+        """``why`` may make it fail from ``now`` on; the first reason counts."""
+        if why and not self.spoiled:
+            self.spoiled, self.spoiled_at = why, now
 
 
 class Steady(Random):
@@ -200,9 +206,11 @@ class World:
         number = more.pop("number", 0) or next(self._numbers)
         more.setdefault("profile", self.profile)
         random = self.stream("transfer", number)
-        request = Request(f"t{number}", mode, p, d, prompt, tokens, at=self.now, random=random, **more)
+        request = Request(
+            f"t{number}", mode, p, d, prompt, tokens, at=self.now, spoiled_at=self.now, random=random, **more
+        )
         self.requests[request.tid] = request
-        request.spoiled = request.spoiled or self._unwell(p, d)
+        request.spoil(self._unwell(p, d), self.now)
         if delays[0] is not None:
             self.at(delays[0], self._leg, request, p, "prefill")
         if delays[1] is not None:
@@ -214,13 +222,13 @@ class World:
         if process.alive:
             process.later(0.0, getattr(process.host, part), request)
         else:
-            request.spoiled = request.spoiled or "dead engine"
+            request.spoil("dead engine", self.now)
 
     def abort(self, request: Request, engine: str) -> None:
         """Abort one leg."""
         process = self.processes[engine]
         sends = (engine == request.p) != (request.mode == "pull")
-        request.spoiled = request.spoiled or "abort"
+        request.spoil("abort", self.now)
         self.spoils.add("abort")
         if process.alive:
             process.later(0.0, process.host.abort, request.tid, "send" if sends else "receive")
@@ -244,7 +252,7 @@ class World:
             self._ill[engine, why] = float("inf")
         for request in self.requests.values():
             if not request.outcome and (request.p in engines or request.d in engines):
-                request.spoiled = request.spoiled or why
+                request.spoil(why, self.now)
 
     def _recover(self, why: str, *engines: str) -> None:
         """``why`` ails ``engines`` no more, once whoever suspects them has looked; something else still may."""

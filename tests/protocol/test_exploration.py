@@ -75,9 +75,9 @@ def test_an_engine_that_is_paused_explains_what_is_kept_for_it() -> None:
     assert failed.outcome == "failed: lease" and not failed.spoiled and world.causes.kinds == {"doubled"}
     assert {world.requests[tid].spoiled for tid in ("t4", "t7")} == {"pause"}
     assert played.violation == ""
+    world.causes.check_outcome(failed)
     for request in world.requests.values():
-        if request is not failed:
-            request.spoiled = ""
+        request.spoiled_at = failed.ended_at + 1  # what comes later explains nothing
     with pytest.raises(Violation, match="V1: t8"):
         world.causes.check_outcome(failed)
 
