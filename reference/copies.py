@@ -42,6 +42,21 @@ class CopyError(ValueError):
     """A plan that does not fit the regions or the segments; nothing was copied."""
 
 
+NOWHERE = -1
+"""The lane of what has nothing to copy."""
+
+
+def marked(stream: Any) -> Any:
+    """An event behind all that is enqueued on `stream` by now; None for None."""
+    if stream is None:
+        return None
+    import torch
+
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
 class Copy:
     """A copy under way. lane: the copies of one copier in one lane end in the order in which they were asked for."""
 

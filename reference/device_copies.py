@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pushkv.model.layout import BlockTable, Plan, Slotted
-from pushkv.reference.copies import Copier, Copy, CopyError, runs_of
+from pushkv.reference.copies import NOWHERE, Copier, Copy, CopyError, runs_of
 from pushkv.reference.lists import Lists
 
 if TYPE_CHECKING:
@@ -142,7 +142,8 @@ class DeviceCopier:
         run = self._kernel.run
         lane = int(after is not None)
         stream, lists = self._lanes[lane]
-        return Copy(*run(batches, places, size, self._device, stream, after, lists, gather=gather), lane)
+        event, keep = run(batches, places, size, self._device, stream, after, lists, gather=gather)
+        return Copy(event, keep, lane if batches else NOWHERE)
 
     def prepare(self, slotted: Sequence[Slotted], offset: int) -> list[Ahead]:
         """What of a scatter can be worked out before its blocks are known; the part's packed bytes begin at ``offset``.

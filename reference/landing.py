@@ -23,7 +23,7 @@ from pushkv.model.layout import LayoutError, Part, Shard, block_table, plan_scat
 from pushkv.model.protocol import GAVE_WAY
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.reference.copies import CopyError
+from pushkv.reference.copies import CopyError, marked
 from pushkv.reference.device_copies import DeviceCopier
 from pushkv.reference.grants import aligned, name_blocks, name_segments, part_offset, read_notice
 from pushkv.reference.metric_names import label
@@ -70,13 +70,7 @@ class Loading:
         """By the transfer thread, which has the time: an event behind what is enqueued. The forward is not yet: before
         it the engine's thread waits.
         """
-        if self._stream is None:
-            return None
-        import torch
-
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
+        return marked(self._stream)
 
     def begun(self, copies: Sequence[Copy]) -> None:
         """By the transfer thread: the copies are done (on a host) or enqueued (on a device), all but those of what has

@@ -38,8 +38,7 @@ class Open(msgspec.Struct, frozen=True):
 class Table(msgspec.Struct, frozen=True):
     """To a rank: the blocks that hold the source of ``transfer_id``, from its first token on.
 
-    ``step`` 0: all of it, and they are held. Else its first ``tokens`` tokens, once the engine's step ``step`` is done;
-    the list may grow.
+    ``step`` 0: all of it, and they are held. Else its first ``tokens`` tokens, once the engine's step ``step`` is done.
     """
 
     transfer_id: str

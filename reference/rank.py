@@ -31,6 +31,7 @@ from pushkv.model.protocol import messages as msg
 from pushkv.model.protocol.states import Linking
 from pushkv.reference import facts as facts_
 from pushkv.reference.bell import Bell
+from pushkv.reference.copies import marked
 from pushkv.reference.landing import Landing, Loading
 from pushkv.reference.meeting import Meeting, Met
 from pushkv.reference.office import Forget, Office, Open, Table, Total
@@ -162,13 +163,7 @@ class Rank:
 
     def _mark(self) -> Any:
         """Where the calling thread's stream stands."""
-        if not self._on_device:
-            return None
-        import torch
-
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return marked(self._stream())
 
     def enqueued(self, step: int) -> None:
         """The engine's step ``step`` is enqueued on the calling thread's stream (on a host: done)."""

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from pushkv.model.layout import Part, block_table, dense_layout, pair, plan_gather, plan_scatter, scatter_ahead
 from pushkv.reference import device_copies
-from pushkv.reference.copies import Copier, CopyError
+from pushkv.reference.copies import NOWHERE, Copier, CopyError
 from pushkv.reference.device_copies import DeviceCopier
 from pushkv.reference.lists import Lists
 from pushkv.reference.pools import SegmentPool
@@ -208,9 +208,10 @@ def test_copies_that_wait_have_a_stream_of_their_own(monkeypatch: pytest.MonkeyP
     for streams in (("at once", "waiting"), ("at once",)):
         copier = DeviceCopier(regions, pool, 65536, *streams)
         monkeypatch.setattr(copier, "_kernel", SimpleNamespace(run=run))
-        for after in (None, "step 7"):
-            copier.gather(gather, [0, 1, 2], 0, after)
-    assert [one[:2] for one in ran] == [
+        for lane, after in enumerate((None, "step 7")):
+            assert copier.gather(gather, [0, 1, 2], 0, after).lane == lane
+            assert copier.scatter_ahead([], [], [0, 1, 2], after).lane == NOWHERE, "it says nothing about the others"
+    assert [one[:2] for one in ran[::2]] == [
         ("at once", None), ("waiting", "step 7"), ("at once", None), ("at once", "step 7"),
     ]  # fmt: skip
     two, one = DeviceCopier(regions, pool, 65536, 1, 2), DeviceCopier(regions, pool, 65536, 1)

@@ -165,6 +165,27 @@ def test_one_load_that_cannot_begin_costs_no_other(monkeypatch: pytest.MonkeyPat
     assert [record["transfer_id"] for record in rank.records] == ["u"]
 
 
+def test_all_scatters_of_a_step_come_behind_what_the_engine_has_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device: one event on the engine's stream, recorded before the first of them."""
+    made, _ = expecting()
+    recorded: list[tuple[Any, Any]] = []
+    behind: list[Any] = []
+
+    class Mark:
+        def record(self, stream: Any) -> None:
+            assert not behind
+            recorded.append((self, stream))
+
+    monkeypatch.setattr("torch.cuda.Event", Mark)
+    monkeypatch.setattr(made, "_scatter", lambda load, after, copies: behind.append(after))
+    stream = object()
+    loading = Loading([LOAD, Load("s", "u", ([2],), 0, 4)], stream)
+    made.load(loading)
+    assert not loading.wait(0.1)
+    assert [found for _, found in recorded] == [stream]
+    assert behind == [recorded[0][0]] * 2
+
+
 def test_loads_that_nobody_waits_for_are_over() -> None:
     made, rank = expecting()
     loading = Loading([LOAD, Load("s", "u", ([2],), 0, 4)])
