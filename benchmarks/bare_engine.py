@@ -148,6 +148,8 @@ class Engine:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
+        from pushkv.reference.versions import abilities
+
         torch.set_num_threads(1)
         longest, total = max(blocks + 2, ROOM) * BLOCK, (blocks + 2) * at_once
         extra: dict[str, Any] = {"kv_lease_duration": 600}
@@ -195,7 +197,7 @@ class Engine:
             if hasattr(self.connector, hook):  # vLLM 0.26 has fewer
                 setattr(self.connector, hook, self.watch.timed(hook, getattr(self.connector, hook)))
         self._work = self.watch.timed("worker side", self._worker_side)
-        self._told_of_failures = hasattr(KVConnectorBase_V1, "get_transfer_results")
+        self._failed_requests = abilities(KVConnectorBase_V1).failed_requests
         self._chunks = kind.get("chunks", 1)
         self.name, self.port, self.step_s = name, port, step_s
         self._next = time.monotonic()
@@ -302,7 +304,7 @@ class Engine:
         worker.bind_connector_metadata(out.kv_connector_metadata)
         worker.start_load_kv(None)
         worker.wait_for_save()
-        if self._told_of_failures:
+        if self._failed_requests:
             results = worker.get_transfer_results(out.finished_req_ids)
             reports.finished_sending = results.finished_sending
             reports.finished_recving = results.finished_recving

@@ -242,7 +242,7 @@ class PrefillLegs:
 
 def _joined(steps: list[Added]) -> BlockIds:
     """All blocks that the steps so far have added."""
-    return tuple([block for ids, count in group for block in ids[:count]] for group in zip(*list(steps), strict=True))
+    return tuple([block for ids, count in group for block in ids[:count]] for group in zip(*steps, strict=True))
 
 
 def _truncate(request: Any, backoff: int) -> bool:
