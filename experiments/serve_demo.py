@@ -1,7 +1,7 @@
 """One prompt through two real vLLM servers, on a machine without a GPU: ``make serve-demo``.
 
-Starts a prefill and a decode server with a tiny random model, sends both legs of one request as a router would, checks
-the answer against that of one server alone, and prints what the connector wrote down about the hand-over.
+Starts a prefill and a decode server with a tiny random model and ``pushkv router`` before them, sends one prompt to it,
+checks the answer against that of one server alone, and prints what the connector wrote down about the hand-over.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from e2e.answers import distance
-from e2e.dispatch import Client, Handover, words
+from e2e.dispatch import Answer, Client, words
+from e2e.front import front
 from e2e.kinds import KINDS, Knobs
 from e2e.model import make_model
 from e2e.servers import NURSERY, Server, ServerDied, start_all
@@ -44,28 +45,39 @@ def text(tokens: list[int]) -> str:
     return " ".join(f"w{token - 4}" for token in tokens)
 
 
-async def serve(prefill: Server, decode: Server) -> tuple[Handover, Any, float]:
-    """A first request, by which the two get to know each other, the one to be shown, and the same prompt
-    answered by the prefill server alone."""
-    async with Client() as client:
-        await client.push(prefill, decode, words(64, 1), 2)
+async def serve(prefill: Server, decode: Server, log: Path) -> tuple[Answer, Answer]:
+    """A first request, by which all get to know each other, the one to be shown, and the same prompt answered by the
+    prefill server alone."""
+    async with front(prefill, decode, log) as router, Client() as client:
+        row("router", f"pushkv router, {router.url}")
+        server: Any = router
+        await client.complete(server, words(64, 1), 2)
         prompt = words(PROMPT, 2)
-        began = time.monotonic()
-        got = await client.push(prefill, decode, prompt, TOKENS, stream=True)
-        took = time.monotonic() - began
-        own = await client.complete(prefill, prompt, TOKENS)
-    return got, own, took
+        return await client.complete(server, prompt, TOKENS, stream=True), await client.complete(
+            prefill, prompt, TOKENS
+        )
 
 
-def show_record(trace: Path) -> None:
-    """The last hand-over in the connector's trace, field by field."""
-    lines = trace.read_text(encoding="utf-8").splitlines() if trace.is_file() else []
-    records = [line[1] for line in map(json.loads, lines) if line[0] == "record"]
-    if not records:
-        say("  (no record)")
-        return
-    for key, value in records[-1].items():
-        row(key, f"{value:.6g}" if isinstance(value, float) else str(value))
+SHOWN = {
+    "send": ("tokens", "packed", "bytes", "descriptors", "gather_s", "post_s", "wire_s", "handover_s"),
+    "receive": ("registered_to_granted_s", "granted_to_landed_s"),
+    "load": ("scatter_s",),
+}
+"""What is shown of the records of one hand-over; the traces hold more."""
+
+
+def show_record(folder: Path) -> None:
+    """The last hand-over in the connectors' traces: as P sent it, as it landed at D, and as it got into D's cache."""
+    for name in ("P", "D"):
+        trace = folder / f"{name}.trace.jsonl"
+        lines = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()] if trace.is_file() else []
+        last = {line[1]["side"]: line[1] for line in lines if line[0] == "record"}
+        for side, fields in SHOWN.items():
+            for field in fields if side in last else ():
+                value = last[side][field]
+                if isinstance(value, float):
+                    field, value = field.removesuffix("_s"), f"{1e3 * value:.2f} ms"
+                row(f"{name} {field.replace('_', ' ')}", str(value))
 
 
 def main() -> int:
@@ -82,29 +94,29 @@ def main() -> int:
         row("model", "random Qwen3, 4 layers, 2 KV heads of 32, float32")
         knobs = Knobs(path=kind.paths[0], trace=True)
         servers = [Server(kind.spec(name, model, folder, knobs)) for name in ("P", "D")]
-        row("servers", "starting; the first start on a machine takes a minute or two")
+        row("servers", "starting; takes a minute or two the first time")
         began = time.monotonic()
         start_all(*servers)
         row("servers", f"P {servers[0].url}, D {servers[1].url}")
         row("", f"up after {time.monotonic() - began:.0f} s, logs in {folder}")
-        got, own, took = asyncio.run(serve(*servers))
-        if not (got.prefill.ok and got.decode.ok):
-            say(f"The request failed: P {got.prefill.error or 'ok'}, D {got.decode.error or 'ok'}")
+        got, own = asyncio.run(serve(servers[0], servers[1], folder / "router.log"))
+        if not got.ok:
+            say(f"The request failed: {got.error or got.finish}")
             return 1
         say()
-        say(f"One prompt of {PROMPT} tokens, both legs sent at once")
+        say(f"One prompt of {PROMPT} tokens, sent to the router")
         say("-" * WIDTH)
-        row("answer", text(got.decode.tokens[:9]) + " …")
+        row("answer", text(got.tokens[:9]) + " …")
         row(
             "first token after",
-            f"{1000 * (got.decode.first_s or 0):.0f} ms, the whole answer after {1000 * took:.0f} ms",
+            f"{1000 * (got.first_s or 0):.0f} ms, the whole answer after {1000 * got.seconds:.0f} ms",
         )
-        off = distance(got.decode, own)
+        off = distance(got, own)
         row("against one server alone", f"log-probabilities differ by at most {off:.6f}")
         say()
         say("What the connector wrote down")
         say("-" * WIDTH)
-        show_record(folder / "D.trace.jsonl")
+        show_record(folder)
         return 0 if off < 0.01 else 1
     except ServerDied as error:
         say(str(error))

@@ -83,6 +83,12 @@ def rules_of(vllm_config: Any, kv_cache_config: Any, setup: EngineSetup, base: t
             " VLLM_USE_V2_MODEL_RUNNER=0, or overlap to none."
         )
     able = versions.abilities(base)
+    may_fail = able.may_fail(len(kv_cache_config.kv_cache_groups))
+    if setup.receive and setup.settings.path == "direct" and not may_fail:
+        raise SettingsError(
+            "path is direct: with several cache groups, this vLLM cannot be told that a prompt has not come into the"
+            " blocks that wait for it; set path to packed or auto."
+        )
     groups = versions.transferred_groups(kv_cache_config)
     moved = [
         kv_cache_config.kv_cache_groups[n]
@@ -101,7 +107,7 @@ def rules_of(vllm_config: Any, kv_cache_config: Any, setup: EngineSetup, base: t
         unit_tokens=1 if cpu is None else cpu.unit_tokens,
         groups=groups,
         failed_requests=able.failed_requests,
-        may_fail=able.may_fail(len(kv_cache_config.kv_cache_groups)),
+        may_fail=may_fail,
         randomized_ids=versions.ids_are_randomized(),
         chunked=setup.settings.overlap == "chunk" and setup.settings.path != "direct",
         chunked_last=not hybrid,

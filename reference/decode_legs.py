@@ -285,12 +285,14 @@ class DecodeLegs:
         self._tell(leg, 0)
 
     def _tell(self, leg: Leg, tokens: int) -> None:
-        """The first word about it; with none needed, no way for them has to be chosen."""
+        """The first word about it; with none needed, no way for them has to be chosen. Where vLLM cannot be told of a
+        failed load, no block may wait for one.
+        """
         request, leg.request = leg.request, None
         assert request is not None and request.kv_transfer_params is not None
         leg.peer = request.kv_transfer_params.get("remote_engine_id")
         identity = partial(identify, request, randomized=self._rules.randomized_ids)
-        packed = None if tokens else True
+        packed = None if tokens and self._rules.may_fail else True
         self._say(Wanted(leg.request_id, identity, request.kv_transfer_params, tokens, leg.tokens, packed))
 
     def _drop(self, leg: Leg, reason: str) -> None:

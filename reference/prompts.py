@@ -129,11 +129,12 @@ STAMPS = ("asked", "launched", "gathered", "posting", "posted", "written")
 class Staged:
     """One part in staging, or on its way there."""
 
-    __slots__ = ("copy", "part", "prompt", "segments", "shard", "size", "stamps")
+    __slots__ = ("copy", "part", "peer", "prompt", "segments", "shard", "size", "stamps")
 
     def __init__(self, prompt: Prompt | None, shard: Shard | None, part: Part | None, size: int) -> None:
         self.prompt, self.shard, self.part, self.size = prompt, shard, part, size
         self.segments: tuple[int, ...] = ()
+        self.peer = ""  # who holds them
         self.copy: Copy | None = None
         self.stamps: Stamps | None = None
 

@@ -2,7 +2,8 @@
 
 Decides where in staging a part lies and when its memory is free again, and that nothing is gathered before the step
 that computes it is enqueued. What is packed or posted, and when, the machines say; at the moment of posting they are
-asked once more (``Sender.claim``).
+asked once more (``Sender.claim``). The machines share staging by bytes; where memory is given, in whole segments, a
+peer holds no more than the same share of them.
 
 Chunks. A chunk is told of when its step is scheduled; the machines hear of it when the step is enqueued (``Enqueued``),
 so that what is planned can be gathered. The gather waits on the device for the step itself: it runs right behind it and
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,6 +57,10 @@ Spans = tuple[Longs, Longs, Longs]
 NOTHING: Spans = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
 
 
+class _ShareError(Exception):
+    """A peer holds its share of staging."""
+
+
 class Sending:
     """``copier`` copies between the cache and ``staging``."""
 
@@ -64,6 +69,7 @@ class Sending:
         self.prompts: dict[str, Prompt] = {}
         self._waiting: deque[ev.Pack] = deque()
         self._staged: dict[int, Staged] = {}
+        self._held: Counter[str] = Counter()  # segments of staging by peer
         self._gathering: list[int] = []
         self._writes: dict[int, Posted] = {}
         self._enqueued = self._over_step = 0
@@ -225,23 +231,33 @@ class Sending:
         self._waiting = kept
 
     def _start(self) -> None:
-        """Gather what can be gathered. Who waits for memory is served in order; who lost its blocks delays nobody."""
+        """Gather what can be gathered. Who waits for memory is served in order; who lost its blocks, or waits for what
+        its own peer holds, delays nobody else.
+        """
         kept: deque[ev.Pack] = deque()
-        room = True
+        room, full = True, set[str]()
         while self._waiting:
             action = self._waiting.popleft()
             prompt = self.prompts.get(action.transfer_id)
             staged: Staged | None = None
             if prompt is None or prompt.over:  # nobody will post it
                 staged = Staged(None, None, None, 0)
-            elif room and (step := prompt.step_of(action.stop)) is not None and step <= self._enqueued:
+            elif (
+                room
+                and action.link[0] not in full
+                and (step := prompt.step_of(action.stop)) is not None
+                and step <= self._enqueued
+            ):
                 try:
                     staged = self._place(action, prompt, step)
+                except _ShareError:
+                    full.add(action.link[0])
                 except Exception as error:  # the machines get their answer; the part fails when it would be posted
                     log.error("gather for %s: %s", action.transfer_id, error)
                     self.rank.count("gather failed")
                     staged = Staged(None, None, None, 0)
-                room = staged is not None
+                else:
+                    room = staged is not None
             if staged is None:
                 kept.append(action)
                 continue
@@ -255,7 +271,10 @@ class Sending:
         self._waiting = kept
 
     def _place(self, action: ev.Pack, prompt: Prompt, step: int) -> Staged | None:
-        """The part in staging with its gather under way behind ``step``, or ``None`` when there is no room now."""
+        """The part in staging with its gather under way behind ``step``, or ``None`` when there is no room now.
+
+        Raises ``_ShareError`` where the peer would hold more than its share; what is larger than that goes alone.
+        """
         fellow = self._fellow(action.link)
         prompt.packed = True
         if fellow.outgoing is None:
@@ -266,6 +285,10 @@ class Sending:
             need = -(-staged.size // self.staging.segment_bytes)
             if need > self.staging.count:
                 raise GrantError(f"a part of {staged.size} bytes, staging has {self.staging.count} segments")
+            staged.peer = action.link[0]
+            mine = self._held[staged.peer]
+            if mine and mine + need > self.staging.count * self.rank.settings.staging_share:
+                raise _ShareError
             segments = self.staging.take(need)
             if segments is None:
                 return None
@@ -279,6 +302,7 @@ class Sending:
             except BaseException:
                 self.staging.give(segments)
                 raise
+            self._held[staged.peer] += need
         return staged
 
     def _part(self, shard: Shard, prompt: Prompt, handle: int, start: int, stop: int) -> tuple[Shard, Part]:
@@ -295,6 +319,9 @@ class Sending:
         staged = self._staged.pop(handle, None)
         if staged is not None and staged.segments:
             self.staging.give(staged.segments)
+            self._held[staged.peer] -= len(staged.segments)
+            if not self._held[staged.peer]:
+                del self._held[staged.peer]
 
     # ------------------------------------------------------------ posting
 

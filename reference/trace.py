@@ -2,14 +2,15 @@
 
 A line is ``["start", {...}]``; ``["step", at_s, who, [[kind, {...}], ...]]``, what ``ledger`` or ``rank N`` was told in
 one step, a frame as it came; ``["claim", at_s, who, handle, granted]``; ``["verdict", at_s, kind, {...}]``, what the
-ledger told vLLM; or ``["record", {...}]``, one hand-over's times. ``replay`` feeds the events to new machines and
-compares the verdicts.
+ledger told vLLM; ``["record", {...}]``, one hand-over's times; or ``["end"]``. An engine that is started again goes
+on in the same file. ``replay`` feeds the events to new machines and compares the verdicts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -35,6 +36,7 @@ class _Lines:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        _cut_half_line(Path(path))
         self._file = Path(path).open("ab")  # noqa: SIM115 - closed by ``close``
 
     def write(self, line: Any, *, flush: bool = False) -> None:
@@ -53,6 +55,15 @@ class _Lines:
         """No more."""
         with contextlib.suppress(OSError):
             self._file.close()
+
+
+def _cut_half_line(path: Path) -> None:
+    """A killed process leaves one at the end of a file."""
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb+") as file:
+            with mmap.mmap(file.fileno(), 0) as seen:
+                whole = seen.rfind(b"\n") + 1
+            file.truncate(whole)
 
 
 class Trace(_Lines):
@@ -82,6 +93,10 @@ class Trace(_Lines):
         """One hand-over."""
         self.write(["record", record], flush=True)
 
+    def close(self) -> None:
+        self.write(["end"])
+        super().close()
+
 
 class RecordLog(_Lines):
     """Writes one JSON document per hand-over into ``path``, and nothing else: light enough to measure with."""
@@ -92,9 +107,11 @@ class RecordLog(_Lines):
 
 
 def lines(path: Path) -> Iterator[list[Any]]:
-    """The lines of a trace. Raises ``TraceError`` that names the line."""
+    """The lines of a trace, but for half a line at its end. Raises ``TraceError`` that names the line."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
+            if not raw.endswith(b"\n"):
+                return
             try:
                 line = msgspec.json.decode(raw)
             except msgspec.DecodeError as error:
@@ -107,15 +124,20 @@ def lines(path: Path) -> Iterator[list[Any]]:
 def replay(path: Path) -> tuple[list[str], list[str]]:
     """(told, expected): the verdicts of new machines that are told what the file says, and those in the file.
 
-    The machines' reports travel between rank and ledger as they did: both are in the file. Raises ``TraceError``.
+    The machines' reports travel between rank and ledger as they did: both are in the file. Of a life without an end
+    (the engine was killed, or runs) the last steps may be there without their verdicts. Raises ``TraceError``.
     """
     endpoints: dict[str, Endpoint] = {}
     ledger: Ledger | None = None
     told: list[str] = []
     expected: list[str] = []
+    ended = True
     for line in lines(path):
         word = line[0]
         if word == "start":
+            if not ended:
+                del told[len(expected) :]
+            ended = False
             settings = Settings(**line[1]["settings"])
             ledger = Ledger(settings, line[1]["ranks"])
             endpoints = {who: Endpoint(number, settings) for who, number in line[1]["who"].items()}
@@ -139,6 +161,10 @@ def replay(path: Path) -> tuple[list[str], list[str]]:
                 expected.append(f"claim of {handle} by {who}: {granted}")
         elif word == "verdict":
             expected.append(_text(_read(line[2], line[3])))
+        elif word == "end":
+            ended = True
+    if not ended:
+        del told[len(expected) :]
     return told, expected
 
 

@@ -98,7 +98,21 @@ def transfer_config(mode: str, name: str, options: argparse.Namespace) -> dict[s
             **OURS[mode],
             **json.loads(options.settings),
         }
-    return config
+    stored = getattr(options, "offload_bytes", 0)
+    return beside_offloading(config, stored) if stored else config
+
+
+def beside_offloading(config: dict[str, Any], cpu_bytes: int) -> dict[str, Any]:
+    """The same connector and vLLM's offloading to CPU memory, under its ``MultiConnector``."""
+    other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    other["kv_connector_extra_config"] = {"cpu_bytes_to_use": cpu_bytes}
+    ours = {key: value for key, value in config.items() if key != "engine_id"}  # vLLM gives it to both
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": config["kv_role"],
+        "engine_id": config["engine_id"],
+        "kv_connector_extra_config": {"connectors": [ours, other]},
+    }
 
 
 def records(out: Path, mode: str, name: str) -> Path:
@@ -120,6 +134,7 @@ def serve(mode: str, name: str, model: Path, options: argparse.Namespace) -> sub
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_SERVER_DEV_MODE": "1",  # `/reset_prefix_cache`
     }
     if options.device == "cpu":
         environment |= CPU
@@ -132,7 +147,8 @@ def serve(mode: str, name: str, model: Path, options: argparse.Namespace) -> sub
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", "m", "--host", "127.0.0.1", "--port", URL[name].rsplit(":", 1)[1]),
         *("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", str(options.max_len)),
-        *("--max-num-seqs", str(options.seqs), "--no-enable-prefix-caching"),
+        *("--max-num-seqs", str(options.seqs)),
+        *(() if getattr(options, "offload_bytes", 0) else ("--no-enable-prefix-caching",)),
         *("--gpu-memory-utilization", str(options.memory)),
         *(() if mode == "none" else ("--kv-transfer-config", json.dumps(transfer_config(mode, name, options)))),
         *(("--enforce-eager", "--block-size", "32") if options.device == "cpu" else ()),

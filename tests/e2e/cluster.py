@@ -115,7 +115,7 @@ class Cluster:
 
         ``p``, ``d`` and ``both`` are fields of :class:`Spec`.
         """
-        if knobs.path not in self.kind.paths:
+        if len(self.kind.paths) == 1:
             knobs = replace(knobs, path=self.kind.paths[0])
         settings = (knobs, p, d, both)
         if self._pair is None or self._settings != settings:

@@ -43,6 +43,11 @@ SHORT: dict[str, Any] = {
 }
 PATIENT: dict[str, Any] = {"lease_s": 60.0, "dead_peer_s": 20.0, "orphan_s": 40.0, "wait_s": 60.0, "write_s": 30.0}
 """For tests in which nothing times out."""
+LONG: dict[str, Any] = {"lease_s": 120.0, "orphan_s": 100.0, "wait_s": 120.0, "write_s": 100.0}
+"""With ``SHORT``'s bound for a dead peer: what is told before these is told because the peer is dead."""
+DEATH_S = 10.0
+"""A dead peer's transfers have their verdict and their memory by then: ``DEAD_PEER_S``, a beat, the fabric's drain, and
+some seconds for a machine that does other things too."""
 TRIES = 3
 SMALL: dict[str, Any] = {"blocks": 40, "max_tokens": 1100, "batch_tokens": 128}
 """A cache in which a second request soon gets the blocks of the first, and prefills of many steps."""

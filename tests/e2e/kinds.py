@@ -24,7 +24,7 @@ class Knobs:
     """
 
     path: str = "packed"
-    """``packed``, ``chunk`` (packed, and each chunk leaves as it is computed) or ``direct``."""
+    """``packed``, ``chunk`` (packed, and each chunk leaves as it is computed), ``direct`` or ``auto``."""
     lease_s: float = 60.0
     """P gives up a finished prefill that nobody fetched."""
     dead_peer_s: float = 20.0
@@ -55,7 +55,7 @@ class Kind:
 
     name: str
     connector: str
-    module: str | None
+    """By which vLLM knows it without a module's path: its own, or by the entry point of a package."""
     paths: tuple[str, ...]
     faulty_connector: str
 
@@ -88,6 +88,7 @@ class Kind:
         ports = free_ports(settings.get("tp", 1) * settings.get("dp", 1))
         port = ports[0]
         environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        environment |= settings.pop("environment", {})
         transfer: dict[str, Any] = {
             "kv_connector": self.connector,
             "kv_role": "kv_producer" if name.startswith("P") else "kv_consumer",
@@ -96,13 +97,10 @@ class Kind:
             "kv_load_failure_policy": knobs.policy,
             "kv_connector_extra_config": self.extra(knobs, port, folder, name),
         }
-        module = self.module
         if knobs.faulty:
-            transfer["kv_connector"], module = self.faulty_connector, "faulty"
+            transfer |= {"kv_connector": self.faulty_connector, "kv_connector_module_path": "faulty"}
             environment["E2E_FAULT_FILE"] = str(folder / f"{name}.{FAULT_FILE}")
             environment["PYTHONPATH"] = str(HERE / "plugins")
-        if module is not None:
-            transfer["kv_connector_module_path"] = module
         if knobs.beside:
             store = {"shared_storage_path": str(folder / f"{name}.store")}
             other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": store}
@@ -117,8 +115,6 @@ class Kind:
 
 
 KINDS = {
-    "vllm": Kind("vllm", "NixlPushConnector", None, ("direct",), "FaultyNixlPushConnector"),
-    "pushkv": Kind(
-        "pushkv", "PushConnector", "pushkv.reference.connector", ("packed", "chunk", "direct"), "FaultyPushConnector"
-    ),
+    "vllm": Kind("vllm", "NixlPushConnector", ("direct",), "FaultyNixlPushConnector"),
+    "pushkv": Kind("pushkv", "PushConnector", ("packed", "chunk", "direct"), "FaultyPushConnector"),
 }

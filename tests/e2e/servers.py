@@ -10,17 +10,19 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .nursery import Nursery
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 HOST = "127.0.0.1"
 NAME = "tiny"
@@ -47,7 +49,7 @@ def free_port() -> int:
     """A TCP port that nobody listens on now, below the range that the system hands out for outgoing connections."""
     with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
         first = int(file.read().split()[0])
-    for port in range(first - 1 - os.getpid() % 4000, 1024, -1):
+    for port in range(first - 1 - 61 * os.getpid() % 16_000, 1024, -1):  # processes begin far from each other
         if port in _given:
             continue
         with socket.socket() as probe:
@@ -196,22 +198,36 @@ class Server:
     def thaw(self) -> None:
         self.signal(signal.SIGCONT)
 
-    def stop(self, limit_s: float = 15.0) -> None:
-        """End it as an operator would, by force where that takes too long."""
+    def stop(self, limit_s: float = 15.0) -> bool:
+        """End it as an operator would (SIGTERM to its first process), by force where that takes too long; whether it
+        ended by itself."""
         if self.alive:
             self.thaw()
-            os.kill(self.pid, signal.SIGINT)
-            self._gone(limit_s)
+            os.kill(self.pid, signal.SIGTERM)
+        ended = self._gone(limit_s)
         self.kill()
+        return ended
+
+    def samples(self) -> Iterator[Sample]:
+        """vLLM's Prometheus values."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        for family in text_string_to_metric_families(self.get("/metrics") or ""):
+            yield from family.samples
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's Prometheus values, summed over labels."""
-        body = self.get("/metrics")
+        """The same, summed over labels."""
         found: dict[str, float] = {}
-        for line in (body or "").splitlines():
-            match = _METRIC.match(line)
-            if match:
-                found[match[1]] = found.get(match[1], 0.0) + float(match[2])
+        for sample in self.samples():
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+        return found
+
+    def counted(self, name: str, label: str = "what") -> dict[str, float]:
+        """What one metric holds by one of its labels; zeros are left out."""
+        found: dict[str, float] = {}
+        for sample in self.samples():
+            if sample.name == name and sample.value:
+                found[sample.labels[label]] = found.get(sample.labels[label], 0.0) + sample.value
         return found
 
     def cache_usage(self) -> float | None:
@@ -244,9 +260,6 @@ class Server:
         if not self.log.is_file():
             return "(no log)"
         return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
-
-
-_METRIC = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? ([-+0-9.eE]+|[Nn]a[Nn]|[+-]?Inf)$")
 
 
 def start_all(*servers: Server) -> None:

@@ -177,7 +177,7 @@ async def test_success_frees_at_once(cluster: Cluster, path: str) -> None:
             *(client.push(pair.prefill, pair.decode, words(300, 2200 + i), 6) for i in range(6))
         )
     assert all(got.decode.ok for got in found), found
-    await asyncio.to_thread(pair.emptied, limit_s=LEASE_S / 3)
+    await pair.recovered(limit_s=LEASE_S / 3)
 
 
 BAD_PARAMETERS = {

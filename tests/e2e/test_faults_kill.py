@@ -13,7 +13,7 @@ import pytest
 from .answers import right_or_failed, same
 from .cluster import Cluster, Oracle
 from .dispatch import Client, for_decode, for_prefill, fresh, words
-from .faults import BOUND_S, Fault, bounded, faulty_pair, started
+from .faults import BOUND_S, DEATH_S, LONG, Fault, bounded, faulty_pair, started
 from .servers import start_all
 
 
@@ -43,7 +43,7 @@ async def test_prefill_is_killed_while_decode_waits(cluster: Cluster, oracle: Or
 
 
 @pytest.mark.fault("F06")
-@pytest.mark.flaky(reruns=4)  # ranks that spin for each other, as in test_equal.py
+@pytest.mark.flaky(reruns=4, rerun_except="WrongAnswer")  # ranks that spin for each other, as in test_equal.py
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])
 async def test_prefill_is_killed_where_one_side_has_two_ranks(
     cluster: Cluster, oracle: Oracle, path: str, p_tp: int, d_tp: int
@@ -67,6 +67,43 @@ async def test_prefill_is_killed_where_one_side_has_two_ranks(
     async with Client() as client:  # the first prefill of a new process can take longer than the short bounds
         same(await client.complete(pair.prefill, prompt, 6), await oracle.answer(prompt, 6))
     await pair.recovered()
+
+
+@pytest.mark.fault("F06")
+@pytest.mark.usefixtures("only_pushkv")
+@pytest.mark.parametrize("end", ["killed", "frozen"])
+@pytest.mark.parametrize("when", ["waiting", "writing"])
+async def test_a_dead_prefill_is_noticed_by_its_silence(cluster: Cluster, path: str, when: str, end: str) -> None:
+    """Every other bound is ten times as long: D tells its client that P is gone, and holds nothing for it but blocks
+    into which a process that lives might still write.
+    """
+    pair = await faulty_pair(cluster, path, LONG)
+    fault, prompt, tid = Fault(pair.prefill), words(300, 64), fresh()
+    before = pair.decode.counted("pushkv:transfers_failed_total")
+    async with Client() as client:
+        legs = [client.complete(pair.decode, prompt, 6, for_decode(pair.prefill, tid), request_id=tid)]
+        if when == "writing":
+            fault.set("hold")
+            legs.append(client.complete(pair.prefill, prompt, 1, for_prefill(tid), request_id=tid))
+        async with started(*legs) as tasks:
+            await asyncio.sleep(1.0)
+            assert not tasks[0].done(), tasks[0].result()
+            if end == "killed":
+                pair.prefill.kill()
+            else:
+                pair.prefill.freeze()
+            answer = await bounded(tasks[0], DEATH_S, "D")
+            assert not answer.ok, "nobody can have answered this"
+            if (path, when, end) != ("direct", "writing", "frozen"):
+                await asyncio.to_thread(pair.emptied, pair.decode, limit_s=DEATH_S)
+            after = pair.decode.counted("pushkv:transfers_failed_total")
+            assert {what for what in after if after[what] != before.get(what)} <= {"peer silent", "peer gone"}
+            fault.clear()
+            if end == "killed":
+                await asyncio.to_thread(start_all, pair.prefill)
+            else:
+                pair.prefill.thaw()
+    await pair.recovered(limit_s=DEATH_S)
 
 
 @pytest.mark.fault("F07")
@@ -99,8 +136,8 @@ async def test_decode_is_killed_and_comes_back(cluster: Cluster, oracle: Oracle,
 
 @pytest.mark.fault("F07", "F14")
 async def test_decode_is_killed_for_good(cluster: Cluster, oracle: Oracle, path: str) -> None:
-    """P frees what it finished for a D that is gone, and serves on."""
-    pair = await faulty_pair(cluster, path)
+    """P frees what it finished for a D that is gone, long before the lease ends, and serves on."""
+    pair = await faulty_pair(cluster, path, LONG)
     prompt, tid = words(300, 73), fresh()
     async with Client() as client:
         async with started(

@@ -17,6 +17,9 @@ from .dispatch import Answer, Client, for_decode, for_prefill, fresh, words
 from .faults import BOUND_S, LEASE_S, PATIENT, Fault, bounded, faulty_pair
 from .servers import HOST
 
+LARGE = 64 << 20
+"""Bytes of a frame that no peer sends."""
+
 
 async def handed_over(pair: Pair, prompt: list[int], limit_s: float = BOUND_S) -> Answer:
     """D's answer to a request whose legs go out at once; P must have answered."""
@@ -52,9 +55,9 @@ async def test_lease_ends_while_the_peer_is_slow_to_know(cluster: Cluster, oracl
 
 
 @pytest.mark.fault("F19")
-@pytest.mark.parametrize("word", ["lose", "double"])
-async def test_notice_is_lost_or_doubled(cluster: Cluster, oracle: Oracle, path: str, word: str) -> None:
-    """The bytes are there, the notice is not, or comes twice: the verdict is bounded, and counted once."""
+@pytest.mark.parametrize("word", ["lose", "double", "late"])
+async def test_notice_is_lost_doubled_or_late(cluster: Cluster, oracle: Oracle, path: str, word: str) -> None:
+    """The bytes are there, the notice is not, or comes twice or late: the verdict is bounded, and counted once."""
     pair = await faulty_pair(cluster, path)
     fault, prompt = Fault(pair.prefill), words(300, 191)
     fault.set(word)
@@ -79,6 +82,31 @@ async def test_link_stalls_for_two_seconds(cluster: Cluster, oracle: Oracle, pat
     right = right_or_failed(await running, await oracle.answer(prompt, 6))
     assert right or end == "fails", "a stall of two seconds failed the request"
     await pair.recovered(limit_s=BOUND_S)
+
+
+PARTS = {"more": {"segment_bytes": 128 << 10, "part_bytes": 256 << 10}}
+"""A prompt of 700 tokens leaves in several writes, each with a notice of its own."""
+
+
+@pytest.mark.fault("F19", "F32")
+@pytest.mark.usefixtures("only_pushkv")
+@pytest.mark.parametrize("end", ["goes on", "fails"])
+async def test_one_of_several_writes_is_behind_its_siblings(
+    cluster: Cluster, oracle: Oracle, path: str, end: str
+) -> None:
+    """Half of a cache is there, and told of, for two seconds: nobody reads it before the other half has come."""
+    pair = await faulty_pair(cluster, path, PARTS)
+    fault, prompt = Fault(pair.prefill), words(700, 322)
+    before = pair.prefill.metrics().get("pushkv:bytes_sent_total", 0.0)
+    fault.set("one", "hold" if end == "goes on" else "error")
+    running = asyncio.create_task(handed_over(pair, prompt))
+    await asyncio.sleep(2.0)
+    assert end == "fails" or not running.done(), "answered from half a cache"
+    fault.clear()
+    right = right_or_failed(await running, await oracle.answer(prompt, 6))
+    assert right or end == "fails", "a stall of two seconds failed the request"
+    await pair.recovered(limit_s=BOUND_S)
+    assert pair.prefill.metrics()["pushkv:bytes_sent_total"] > before, "no sibling was written"
 
 
 @pytest.mark.fault("F35")
@@ -131,8 +159,12 @@ async def test_strangers_at_the_side_channel(cluster: Cluster, path: str) -> Non
             for frames in ([b""], [b"", b""], [os.urandom(40)], [b"", os.urandom(3000)], [b"\x93\x01\x02\x03"] * 3):
                 dealer.send_multipart(frames)
             await asyncio.sleep(0.5)
+            before = server.rss_mib()
+            dealer.send_multipart([bytes(LARGE)])
+            await asyncio.sleep(0.5)
             dealer.close()
             assert server.healthy, f"{server.name} has ended"
+            assert server.rss_mib() < before + LARGE / 2**21, f"{server.name} takes what a stranger sends"
     finally:
         context.destroy(linger=0)
     await pair.right()

@@ -6,71 +6,19 @@ The router is a process of its own, as an operator starts it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import subprocess
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from .answers import same
-from .cluster import Cluster, Oracle, Pair
+from .cluster import Cluster, Oracle
 from .dispatch import Client, fresh, words
+from .front import front
 from .kinds import Knobs
-from .servers import HOST, NAME, Server, free_port, start_all
+from .servers import HOST, NAME, Server, start_all
 
 TOKENS = 8
-
-
-class Front:
-    """A running router, as a server that the tests' client can ask."""
-
-    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
-        self.process = process
-        self.url = f"http://{HOST}:{port}"
-
-    async def text(self, path: str) -> str:
-        async with aiohttp.ClientSession() as session, session.get(self.url + path) as response:
-            return await response.text()
-
-    async def counted(self, name: str, **labels: str) -> float:
-        """Sum over the series with these labels."""
-        total = 0.0
-        for line in (await self.text("/metrics")).splitlines():
-            series, _, value = line.rpartition(" ")
-            if series.partition("{")[0] == f"pushkv_router_{name}" and all(
-                f'{k}="{v}"' in series for k, v in labels.items()
-            ):
-                total += float(value)
-        return total
-
-
-@contextlib.asynccontextmanager
-async def front(pair: Pair, log: Path, *flags: str, named: bool = False) -> AsyncIterator[Front]:
-    """``pushkv router`` before a pair. named: it is told who P is."""
-    port, p = free_port(), pair.prefill
-    told = f"{p.url}={p.spec.engine_id}@{HOST}:{p.spec.side_ports[0]}" if named else p.url
-    command = [sys.executable, "-m", "pushkv.sim.cli", "router", "--prefill", told, "--decode", pair.decode.url]
-    with open(log, "ab") as file:
-        process = await asyncio.create_subprocess_exec(
-            *command, "--listen", f"{HOST}:{port}", *flags, stdin=subprocess.DEVNULL, stderr=file
-        )
-    made = Front(process, port)
-    try:
-        async with asyncio.timeout(30):
-            while True:
-                with contextlib.suppress(aiohttp.ClientError):
-                    await made.text("/health")
-                    break
-                await asyncio.sleep(0.1)
-        yield made
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        assert await asyncio.wait_for(process.wait(), 90) == 0, log.read_text()[-2000:]
 
 
 @pytest.mark.parametrize("how", ["learnt", "named", "sequential"])
@@ -78,7 +26,7 @@ async def test_through_the_router(cluster: Cluster, oracle: Oracle, path: str, f
     """Every shape of request is answered as a plain server answers it, and was handed over."""
     pair = cluster.pair(Knobs(path=path), batch_tokens=256)
     flags = ["--dispatch", "sequential"] if how == "sequential" else []
-    async with front(pair, folder / "router.log", *flags, named=how == "named") as router, Client() as client:
+    async with front(*pair.servers, folder / "router.log", *flags, named=how == "named") as router, Client() as client:
         server: Any = router
         before = pair.decode.metrics().get("pushkv:transfers_received_total", 0.0)
         for number, length in enumerate((2, 33, 200, 1000)):
@@ -116,7 +64,7 @@ async def test_a_restarted_prefill_server_behind_the_router(
 ) -> None:
     """There is no other: while it is away requests are refused quickly; once it is back the next one is right."""
     pair = cluster.pair(Knobs(path=path, dead_peer_s=3.0, orphan_s=4.0), batch_tokens=256)
-    async with front(pair, folder / "router.log") as router, Client() as client:
+    async with front(*pair.servers, folder / "router.log") as router, Client() as client:
         server: Any = router
         prompt = words(300, 5400)
         same(await client.complete(server, prompt, TOKENS), await oracle.answer(prompt, TOKENS))
@@ -135,7 +83,7 @@ async def test_a_restarted_prefill_server_behind_the_router(
 
 async def test_a_client_that_leaves_the_router_leaves_nothing_behind(cluster: Cluster, path: str, folder: Path) -> None:
     pair = cluster.pair(Knobs(path=path), batch_tokens=256)
-    async with front(pair, folder / "router.log", named=True) as router, Client() as client:
+    async with front(*pair.servers, folder / "router.log", named=True) as router, Client() as client:
         server: Any = router
         for wait_s in (0.0, 0.05, 0.4):
             leaving = asyncio.create_task(client.complete(server, words(1000, 5500), 500, stream=True))
@@ -156,7 +104,10 @@ async def test_more_streams_than_the_engines_run_at_once(
     config = folder / "router.toml"
     servers = f'[[prefill]]\nurl = "{pair.prefill.url}"\n[[decode]]\nurl = "{pair.decode.url}"\n'
     config.write_text("max_active = 18\n" + servers)
-    async with front(pair, folder / "router.log", "--config", str(config), named=True) as router, Client() as client:
+    async with (
+        front(*pair.servers, folder / "router.log", "--config", str(config), named=True) as router,
+        Client() as client,
+    ):
         server: Any = router
         asked = [client.complete(server, prompt, TOKENS, stream=n % 2 == 0) for n, prompt in enumerate(prompts)]
         for got, wanted in zip(await asyncio.gather(*asked), right, strict=True):

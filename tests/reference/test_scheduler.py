@@ -267,6 +267,23 @@ def test_a_direct_load_that_fails_unsettled_is_not_computed_into_the_same_blocks
     pair.check_nothing_left()
 
 
+def test_no_block_waits_for_a_prompt_where_its_failure_could_not_be_told() -> None:
+    """vLLM 0.26 ends when a load into the blocks of several groups is said to have failed: none is asked for."""
+    pair = Pair(packed=False, d={"recompute": False, "failed_requests": False, "may_fail": False})
+    arrives, lost = pair.prompt(21), pair.prompt(21, 1)
+    pair.prefill(arrives)
+    d = pair.decode(arrives)
+    pair.until_quiet(seconds=1.0)
+    assert d.status is Status.STOPPED
+    late = pair.decode(lost, "never")
+    pair.steps(4)
+    assert len(pair.d.free) == 64 and late.status is not Status.REMOTE
+    pair.p_falls_silent()
+    pair.until_quiet(seconds=1.0)
+    assert late.status is Status.STOPPED  # computed, whatever the policy
+    pair.check_nothing_left()
+
+
 # ---------------------------------------------------------------- preemption, memory, the rest
 
 

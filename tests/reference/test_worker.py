@@ -186,6 +186,28 @@ def test_chunks_are_refused_where_a_preempted_prompt_may_be_written_over_before_
         opened("chunk", 2, v2=True, device="cuda")
 
 
+def test_direct_is_refused_where_a_failed_load_could_not_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.26 knows failed loads by block only, and blocks of several groups have the same numbers."""
+    pytest.importorskip("vllm", reason="cache specifications are vLLM's")
+    from .test_caches import config, full
+
+    class Newer:
+        def get_transfer_results(self) -> None: ...
+
+    def opened(path: str, groups: int, role: str, base: type = object) -> bool:
+        chosen = vllm_config(kv_role=role, kv_connector_extra_config={"path": path})
+        chosen.kv_transfer_config.kv_load_failure_policy = "fail"
+        chosen.device_config = SimpleNamespace(device_type="cuda")
+        caches = config(*(([f"layer {n}"], full()) for n in range(groups)))
+        monkeypatch.setattr(connector_setup, "cpu_format", lambda *arguments: None)
+        return rules_of(chosen, caches, setup_of(chosen, {}), base).may_fail
+
+    assert opened("direct", 1, "kv_consumer") and opened("direct", 2, "kv_consumer", Newer)
+    assert not opened("auto", 2, "kv_consumer") and not opened("direct", 2, "kv_producer")
+    with pytest.raises(SettingsError, match="set path to packed or auto"):
+        opened("direct", 2, "kv_consumer")
+
+
 def test_the_local_table_forgets_only_the_one_that_is_meant() -> None:
     old, new = Rank(), Rank()
     local.put("x", old, Meter("rank 0"))  # type: ignore[arg-type]

@@ -5,7 +5,9 @@ The test writes one word per line into the file ``$E2E_FAULT_FILE``, the connect
 * ``hold``: a posted write stays under way, and stores nothing, for as long as the word stands there;
 * ``error``: a write that is posted now fails half a second later, without having stored anything;
 * ``raise``: posting raises;
-* ``lose``: the notice that a write is complete is not sent; ``double``: it is sent twice;
+* ``one``: ``hold`` and ``error`` meet one write, the next to be posted, and its siblings go on;
+* ``lose``: the notice that a write is complete is not sent; ``double``: it is sent twice; ``late``: it is sent a second
+  later, with the next sign of life;
 * ``slow``: getting to know a new peer takes until the word is gone.
 
 What goes wrong is NIXL in both connectors, and pushkv's own notice on its side channel.
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ERROR_S = 0.5
+LATE_S = 1.0
 _FILE = Path(os.environ.get("E2E_FAULT_FILE", "/nonexistent"))
 
 
@@ -42,6 +45,7 @@ class _FaultyAgent:
         self._agent = agent
         self._held: set[int] = set()
         self._failing: dict[int, float] = {}
+        self._spared = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
@@ -59,6 +63,9 @@ class _FaultyAgent:
         words = told()
         if "raise" in words:
             raise RuntimeError("told to raise")
+        if self._spared and "one" in words:  # it was another
+            return self._agent.transfer(handle)
+        self._spared = "one" in words
         if "error" in words:
             self._failing[handle] = time.monotonic() + ERROR_S
             return "PROC"
@@ -113,10 +120,18 @@ else:
     def _faulty_agent(*arguments: Any) -> _FaultyAgent:
         return _FaultyAgent(_make_agent(*arguments))
 
+    _late: list[tuple[float, SideChannel, Any, bytes]] = []
+
     def _faulty_send(channel: SideChannel, link: Any, frame: bytes) -> bool:
-        words = told() & {"lose", "double"}
+        for one in [late for late in _late if late[0] <= time.monotonic() and late[1] is channel]:
+            _late.remove(one)
+            _send(*one[1:])
+        words = told() & {"lose", "double", "late"}
         if words and _is_written(frame):
             if "lose" in words:
+                return True
+            if "late" in words:
+                _late.append((time.monotonic() + LATE_S, channel, link, frame))
                 return True
             _send(channel, link, frame)
         return _send(channel, link, frame)
