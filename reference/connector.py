@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -32,6 +33,7 @@ from pushkv.reference.connector_setup import (
 )
 from pushkv.reference.metric_names import Meter
 from pushkv.reference.metrics import PushPromMetrics, PushStats
+from pushkv.reference.outlet import OFFICE, Outlet, address, rank_name
 from pushkv.reference.ports import IDLE, RankCard, StepOrders
 from pushkv.reference.scheduler import SchedulerSide
 from pushkv.reference.worker import WorkerSide, begin_loads
@@ -40,7 +42,7 @@ NAME = "PushConnector"
 COMPLETE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 LINGER_S = 2.0
 """An engine that has nothing to do goes on stepping for so long at the most, until what has ended is in the metrics:
-they leave with a step's output.
+they leave with a step's output. What ends later leaves by an outlet.
 """
 
 log = logging.getLogger("vllm.pushkv")
@@ -77,7 +79,10 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool: Any = None
         self._alone: Any = None  # the only rank, when it is in this process
         self._said: Collection[Any] = ()  # what the office has not looked at yet
+        self._outlet: Outlet | None = None
         if role == KVConnectorRole.SCHEDULER:
+            for doubt in versions.doubts(self._setup.vllm_version, KVConnectorBase_V1, SupportsHMA):
+                log.warning("%s", doubt)
             rules_of(vllm_config, kv_cache_config, self._setup, KVConnectorBase_V1)  # what is impossible is said now
         else:
             ranks = ranks_of(vllm_config)
@@ -98,6 +103,7 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         self._said = office.inbox
         self._scheduler = SchedulerSide(office, rules)
         self._scheduler.decode.pool = self._pool
+        self._open_outlet(OFFICE)
         self.__dict__.update(  # asked most: nothing stands between vLLM and the answer
             on_new_request=self._scheduler.on_new_request, get_num_new_matched_tokens=self._scheduler.matched_tokens
         )
@@ -153,7 +159,9 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         return ()
 
     def has_pending_push_work(self) -> bool:
-        """vLLM asks when nothing else keeps the engine from sleeping."""
+        """vLLM asks when nothing else keeps the engine from sleeping. What is held beyond blocks does not, past
+        `LINGER_S`: as long as this says yes, vLLM neither pauses nor stops the engine.
+        """
         side = self._scheduler
         if side is None:
             return False
@@ -181,6 +189,7 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         cpu = cpu_format(self._vllm_config, self._kv_cache_config, kv_caches)
         rank = self._worker.register(kv_caches, self._kv_cache_config, cpu)
         local.put(self._setup.engine_id, rank, self._meter)
+        self._open_outlet(rank_name(rank.card.rank))
 
     def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
         raise RuntimeError("pushkv has not asked for cross-layer caches and does not know this one")
@@ -240,13 +249,23 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> PushStats | None:
         if not self._meter.due(time.monotonic()):
             return None
-        tally = None
-        if self._worker is not None and self._worker.rank is not None:
-            rank = self._worker.rank
-            tally = self._meter.read(rank.counters, rank.gauges, rank.drain_records())
-        elif self._scheduler is not None:
-            tally = self._meter.read(*self._scheduler.readings())
+        with self._meter.lock:
+            tally = self._meter.read(*self._readings())
         return None if tally is None else PushStats(tally.data)
+
+    def _readings(self) -> tuple[Mapping[str, float], Mapping[str, float], Sequence[Mapping[str, Any]]]:
+        """Counters, gauges and fresh records of the side that this is."""
+        worker, scheduler = self._worker, self._scheduler
+        if worker is not None and (rank := worker.rank) is not None:
+            return rank.counters, rank.gauges, rank.drain_records()
+        return (*scheduler.readings(), ()) if scheduler is not None else ({}, {}, ())
+
+    def _open_outlet(self, part: str) -> None:
+        """For what happens while the engine takes no step."""
+        try:
+            self._outlet = Outlet(address(self._setup.engine_id, part), self._meter, self._readings)
+        except (OSError, zmq.ZMQError) as error:  # no reason not to serve
+            log.warning("metrics leave with the engine's steps alone: %s", error)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PushStats:
@@ -263,6 +282,8 @@ class PushConnector(KVConnectorBase_V1, SupportsHMA):
         return PushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
+        if self._outlet is not None:
+            self._outlet.close()
         drain_s = self._setup.settings.drain_s
         if self._scheduler is not None:
             self._scheduler.stop(drain_s)

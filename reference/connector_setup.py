@@ -1,7 +1,7 @@
 """From vLLM's configuration to what the sides of the connector are opened with.
 
 Decides what cannot be served at all, and says so before the engine starts. Reads configuration objects by attribute;
-imports of vLLM stay in `versions.py`.
+what must be imported of vLLM is asked of `versions.py`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def setup_of(vllm_config: Any, environ: Mapping[str, str]) -> EngineSetup:
     ):
         if int(getattr(parallel, field, 1) or 1) > 1:
             raise SettingsError(f"{field} is {getattr(parallel, field)}: pushkv does not support {name}; set it to 1.")
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):  # 0.33 asks for it, older versions do not
+        raise SettingsError(
+            "enable_sleep_mode is set: peers write into memory that this engine has registered, and a sleeping engine"
+            " gives it away under them; start it without --enable-sleep-mode."
+        )
     settings = ConnectorSettings.read(transfer.kv_connector_extra_config or {}, environ)
     tp_size = int(parallel.tensor_parallel_size)
     dp_rank = int(getattr(parallel, "data_parallel_index", 0) or 0)
@@ -54,7 +59,7 @@ def setup_of(vllm_config: Any, environ: Mapping[str, str]) -> EngineSetup:
         model=str(vllm_config.model_config.model),
         dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
         block_tokens=int(vllm_config.cache_config.block_size),
-        vllm_version=_vllm_version(),
+        vllm_version=versions.installed(),
         send=send,
         receive=receive,
         apart=getattr(parallel, "distributed_executor_backend", None) not in IN_PROCESS,
@@ -63,13 +68,11 @@ def setup_of(vllm_config: Any, environ: Mapping[str, str]) -> EngineSetup:
 
 def ranks_of(vllm_config: Any) -> Ranks:
     """Of the worker in this process."""
-    from vllm.distributed import get_tensor_model_parallel_rank
-
     model = vllm_config.model_config
     heads = getattr(model, "get_total_num_kv_heads", None)
     return Ranks(
         tp_size=int(vllm_config.parallel_config.tensor_parallel_size),
-        tp_rank=int(get_tensor_model_parallel_rank()),
+        tp_rank=versions.tp_rank(),
         kv_heads=int(heads()) if heads is not None else 0,
     )
 
@@ -145,11 +148,3 @@ def opener_of_ranks() -> OpenRank:
 
 def opener_of_offices() -> OpenOffice:
     return cast(OpenOffice, import_module("pushkv.reference.opening").open_office)
-
-
-def _vllm_version() -> str:
-    try:
-        import vllm
-    except ImportError:
-        return ""
-    return str(getattr(vllm, "__version__", ""))

@@ -262,7 +262,6 @@ class DecodeLegs:
         if leg.unwanted:  # the blocks are vLLM's again; that the books are closed is still to be said
             self._settle(leg)
             return
-        self._count("gave_way")
         self._report_failed(leg)
         self._settle(leg)
         if self._rules.recompute and self._rules.failed_requests:

@@ -197,6 +197,12 @@ class Landing:
         total = self.totals.get(inbound.transfer_id, inbound.tokens)
         return Part.whole(total - inbound.tokens, total)
 
+    def _bytes(self, inbound: Inbound) -> int:
+        """What its links have brought together; without those that have gone since."""
+        fellows = [self.rank.fellows.get(link) for link in inbound.links]
+        shards = [fellow.incoming for fellow in fellows if fellow is not None]
+        return sum(shard.part_bytes(self._whole(inbound)) for shard in shards if shard is not None)
+
     def _shard(self, link: ev.Link) -> Shard | None:
         fellow = self.rank.fellows.get(link)
         if fellow is None:
@@ -266,6 +272,7 @@ class Landing:
                         "ok": True,
                         "tokens": inbound.tokens,
                         "packed": inbound.packed,
+                        "bytes": self._bytes(inbound),
                         "registered_to_granted_s": max(0.0, inbound.exposed_s - inbound.registered_s),
                         "granted_to_landed_s": now - inbound.exposed_s if inbound.exposed_s else 0.0,
                         "registered_s": inbound.registered_s,

@@ -19,6 +19,7 @@ from pushkv.model.protocol import Ledger, LocalProtocolError, Settings
 from pushkv.model.protocol import events as ev
 from pushkv.reference.handles import Handles
 from pushkv.reference.identity import IdentityError, address_of
+from pushkv.reference.metric_names import merged, shown
 from pushkv.reference.ports import Address, BlockIds, Chunk, Complete, Held, Wanted
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Office:
     @property
     def counters(self) -> Mapping[str, float]:
         """Totals since the start; names in ``metric_names``."""
-        return dict(self._counters)
+        return merged(shown("office", self._counters), shown("ledger", self.ledger.counters))
 
     @property
     def gauges(self) -> Mapping[str, float]:
@@ -261,7 +262,7 @@ class Office:
         except LocalProtocolError as error:
             # The news that closes a transfer and a word about it may cross; what arrived twice has its verdict at once.
             log.info("the ledger refuses %s: %s", event, error)
-            self._count("refused_events")
+            self._count("refused event")
             if isinstance(event, ev.Arrived):
                 out = [ev.Fail(event.transfer_id, str(error), True)]
         if self.trace is not None:

@@ -34,6 +34,7 @@ from pushkv.reference.bell import Bell
 from pushkv.reference.copies import marked
 from pushkv.reference.landing import Landing, Loading
 from pushkv.reference.meeting import Meeting, Met
+from pushkv.reference.metric_names import merged, shown
 from pushkv.reference.office import Forget, Office, Open, Table, Total
 from pushkv.reference.ports import Load, RankCard
 from pushkv.reference.prompts import Enqueued, Fence
@@ -98,7 +99,7 @@ class Rank:
         self.endpoint = Endpoint(self.incarnation, settings, facts_.encode(facts))
         self.bell = Bell(self._ring) if self._on_device else None
         self._rung = False
-        self.counters: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
         self._longest_s = 0.0
         self.office: Office | None = None
         self.sending = Sending(self, *staging)
@@ -187,13 +188,26 @@ class Rank:
         return found
 
     @property
+    def counters(self) -> Mapping[str, float]:
+        """Totals since the start, of this rank and of its parts; names in ``metric_names``."""
+        machines = self.endpoint
+        return merged(
+            shown("rank", self._counts),
+            shown("side channel", self.channel.counters),
+            shown("transport", self.transport.counters),
+            shown("endpoint", machines.counters),
+            shown("sender", machines.sender.counters),
+            shown("receiver", machines.receiver.counters),
+        )
+
+    @property
     def gauges(self) -> Mapping[str, float]:
         """What is held now; names in ``metric_names``."""
         return {
             "staging_bytes": float(self.sending.staging.count * self.sending.staging.segment_bytes),
             "staging_bytes_used": float(self.endpoint.sender.staged_bytes),
             "writes_open": float(self.sending.writes_open),
-            "leases": float(len(self.sending.prompts)),
+            "leases": float(self.sending.leases),
             "peers": float(len(self.fellows)),
         }
 
@@ -274,7 +288,7 @@ class Rank:
                 message = decode(frame)
             except MessageError as error:
                 log.debug("a frame of %s: %s", link, error)
-                self.count("messages_refused")
+                self.count(f"messages_refused:{error.kind}")
                 continue
             if self.landing.heard(link, message):
                 self.pending.append(ev.Received(link, message))
@@ -288,7 +302,6 @@ class Rank:
             if isinstance(command, Open):
                 if trouble := self.channel.open(command.link, command.host, command.port):
                     log.warning("%s", trouble)
-                    self.count("unreachable address")
             elif isinstance(command, Table):
                 self.sending.table(command)
             elif isinstance(command, Total):
@@ -408,18 +421,19 @@ class Rank:
             log.error("%s to %s: %s", type(message).__name__, action.link, error)
             self.count("oversized")
             return
-        if not self.channel.send(action.link, frame):
-            self.count("unsent")
+        self.channel.send(action.link, frame)
 
     def count(self, name: str, by: int = 1) -> None:
         """Count ``name``."""
-        self.counters[name] = self.counters.get(name, 0) + by
+        self._counts[name] = self._counts.get(name, 0) + by
 
     def record(self, record: dict[str, Any]) -> None:
         """Keep the record of one hand-over, for the metrics, the trace and the file of records. ``longest_turn_s``: of
         this thread, since the last record: what kept it from looking.
         """
         record["longest_turn_s"], self._longest_s = self._longest_s, 0.0
+        if record["side"] == "receive":
+            self.count("bytes_received", record["bytes"])
         if len(self.records) == RECORDS:
             self.count("records_dropped")
         self.records.append(record)

@@ -10,17 +10,21 @@ Needs no vLLM: everything it touches of vLLM's objects is named in `identity.Req
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from pushkv.reference.decode_leg import WAITING
 from pushkv.reference.decode_legs import LATER, NOTHING, Answer, DecodeLegs
 from pushkv.reference.identity import RequestLike
+from pushkv.reference.metric_names import merged
 from pushkv.reference.ports import IDLE, BlockIds, Office, StepOrders
 from pushkv.reference.prefill_legs import PrefillLegs
 from pushkv.reference.progress import progress
 from pushkv.reference.rules import Rules
 from pushkv.reference.versions import writes_blocks
+
+log = logging.getLogger(__name__)
 
 
 class SchedulerSide:
@@ -138,9 +142,7 @@ class SchedulerSide:
 
     def readings(self) -> tuple[dict[str, float], dict[str, float]]:
         """Counters and gauges of this side and of the office, for the metrics."""
-        counters = dict(self._office.counters)
-        for name, count in self.counters.items():
-            counters[name] = counters.get(name, 0.0) + count
+        counters = merged(self._office.counters, self.counters)
         gauges = {"open_outgoing": float(len(self.prefill)), "open_incoming": float(len(self.decode))}
         return counters, {**self._office.gauges, **gauges}
 
@@ -152,5 +154,6 @@ class SchedulerSide:
             if hear is not None:
                 hear(news)
             else:
-                name = f"unknown_{type(news).__name__.lower()}"
+                log.error("news that nobody hears: %s", news)
+                name = "faults:unknown news"
                 self.counters[name] = self.counters.get(name, 0) + 1

@@ -87,6 +87,11 @@ class Sending:
         """Writes posted and not complete."""
         return len(self._writes)
 
+    @property
+    def leases(self) -> int:
+        """Finished prompts of which nothing is asked for yet."""
+        return sum(bool(one.computed_s and not one.parts and not one.over) for one in list(self.prompts.values()))
+
     # ------------------------------------------------------------ what the host says
 
     def begin(self, command: ev.Begin, now: float) -> None:

@@ -246,6 +246,7 @@ class Transport:
     def progress(self) -> list[tuple[str, bytes]]:
         """Lets NIXL work, also as a target; returns the (agent, notice)s of writes that have arrived. Never raises."""
         self._drive()
+        self.counters["notices"] = self._notices.dropped
         return self._notices.take()
 
     def close(self) -> None:

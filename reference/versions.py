@@ -1,7 +1,9 @@
-"""All that differs between vLLM 0.26 and 0.33, in one place.
+"""All that differs between vLLM 0.26 and 0.33, in one place: beside the classes that vLLM loads (`connector.py`,
+`metrics.py`) nothing else imports vLLM.
 
 Decides what a running vLLM can do, by looking at its base class and not at its version number, and what the connector
-does about each hook. `check` compares the hooks with what is written here: a test runs it, and so can an operator.
+does about each hook. `check` compares the hooks with what is written here: a test runs it for 0.26, 0.32 and 0.33 (of
+those between, nothing was looked at), the doctor for the vLLM that is installed, and `doubts` at start.
 
 | what | 0.26 | 0.32 | what we do |
 |---|---|---|---|
@@ -15,19 +17,22 @@ does about each hook. `check` compares the hooks with what is written here: a te
 | prefill preempted in its last step | delivered without its blocks | computed again | older: the transfer is aborted |
 | `register_cross_layers_kv_cache` | when preferred | gone | never preferred |
 | cache manager | `bind_gpu_block_pool` | `bind_kv_cache_manager` calls it | the pool is used where it is told of |
-| `supports_sleep_mode` and its hooks | | 0.33 | sleep is refused: peers hold this memory registered |
+| `supports_sleep_mode` and its hooks | | 0.33 | sleep is refused at start by every version (`setup_of`) |
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TESTED = ("0.26", "0.33")
+WRITTEN_FOR = ("0.26", "0.33")
 """First and last minor version that the connector was written for."""
+RUN = ("0.26", "0.32")
+"""Minor versions on which it has run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +166,40 @@ def hooks_of(*kinds: type) -> dict[str, tuple[str, ...] | None]:
                 names = tuple(inspect.signature(function).parameters)
                 there[name] = names if isinstance(member, staticmethod) else names[1:]
     return there
+
+
+def minor(version: str) -> str:
+    """Of a version of vLLM; "" if it has none (a build from sources)."""
+    found = re.match(r"\d+\.\d+", version)
+    return "" if found is None else found[0]
+
+
+def doubts(version: str, base: type, *others: type) -> list[str]:
+    """What speaks against this vLLM, in sentences for a log. Nothing for a version on which the connector has run."""
+    found = [
+        f"vLLM's hook {one.hook} is {one.state}: pushkv may not work with vLLM {version}."
+        for one in check(base, *others)
+        if one.trouble
+    ]
+    if minor(version) not in RUN:
+        found.append(f"pushkv has not run on vLLM {version}, but on {' and '.join(RUN)}: try it before you rely on it.")
+    return found
+
+
+def installed() -> str:
+    """The version of vLLM, "" without it."""
+    try:
+        import vllm
+    except ImportError:
+        return ""
+    return str(getattr(vllm, "__version__", ""))
+
+
+def tp_rank() -> int:
+    """Of the worker in this process."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
 
 
 def check(base: type, *others: type) -> list[Finding]:

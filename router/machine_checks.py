@@ -9,7 +9,6 @@ import errno
 import importlib.metadata
 import json
 import os
-import re
 import resource
 import socket
 import subprocess
@@ -53,14 +52,13 @@ def vllm(found: Mapping[str, Any] | None = None) -> Iterator[Finding]:
         yield Finding("vLLM", "error", f"cannot be imported: {found['crashed']}", "mend the installation of vLLM")
         return
     version = str(found["version"])
-    minor = re.match(r"(\d+)\.(\d+)", version)
-    lowest, highest = (tuple(map(int, one.split("."))) for one in versions.TESTED)
-    known = minor is not None and lowest <= (int(minor[1]), int(minor[2])) <= highest
+    first, last = versions.WRITTEN_FOR
+    run = " and ".join(versions.RUN)
     if found["trouble"]:
         says = f"{version}: hooks that the connector needs are different: {', '.join(found['trouble'])}"
-        yield Finding("vLLM", "error", says, f"use vLLM {versions.TESTED[0]} to {versions.TESTED[1]}")
-    elif not known:
-        says = f"{version}, pushkv was written for {versions.TESTED[0]} to {versions.TESTED[1]}; all hooks are as known"
+        yield Finding("vLLM", "error", says, f"use vLLM {first} to {last}; it has run on {run}")
+    elif versions.minor(version) not in versions.RUN:
+        says = f"{version}, pushkv was written for {first} to {last} and has run on {run}; all hooks are as known"
         yield Finding("vLLM", "warning", says, "try it before you rely on it")
     else:
         new = f", {len(found['new'])} new ones are inherited" if found["new"] else ""

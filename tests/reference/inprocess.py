@@ -39,6 +39,8 @@ LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 HEADS, DIM = 2, 8
 BLOCKS = 48
 PATIENCE_S = 30.0
+FATAL = ("faults:failed turn", "faults:failed action")
+"""What no test provokes."""
 
 
 class AttentionSpec(SimpleNamespace):
@@ -109,6 +111,7 @@ class MemoryTransport:
     arrival = "completion"
 
     def __init__(self) -> None:
+        self.counters: dict[str, int] = {}
         self.delay_s, self.fail = 0.0, ""
         self.metadata = b"memory"
         self.posted = 0
@@ -328,9 +331,7 @@ class Engine:
             found[f"{rank.number} prompts"] = len(rank.sending.prompts)
             found[f"{rank.number} writes"] = rank.sending.writes_open
             found[f"{rank.number} staging"] = staging.count - staging.free
-            found[f"{rank.number} counters"] = {
-                key: count for key, count in rank.counters.items() if key in ("failed turn", "failed action")
-            }
+            found[f"{rank.number} counters"] = {key: count for key, count in rank.counters.items() if key in FATAL}
         return {key: value for key, value in found.items() if value}
 
     def traces(self) -> list[Path]:

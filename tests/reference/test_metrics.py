@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import ast
 import importlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pushkv.model.protocol as protocol
 from pushkv.model.protocol import Settings
-from pushkv.reference.metric_names import COUNTERS, FROM_THE_START, GAUGES, REASONS, TIMES, Meter, Tally, label
+from pushkv.reference.metric_names import (
+    COUNTERS,
+    FROM_THE_START,
+    GAUGES,
+    PARTS,
+    REASONS,
+    TIMES,
+    Meter,
+    Tally,
+    label,
+    merged,
+    shown,
+    table,
+)
 from pushkv.reference.office import Office
 from pushkv.reference.ports import Address
 
@@ -95,13 +111,16 @@ def test_prometheus() -> None:
     stats = PushStats()
     assert stats.is_empty()
     tally = Tally()
-    tally.count({"bytes_sent": 7, "transfers_failed:peer unreachable": 2, "not known": 1})
+    tally.count({"bytes_sent": 7, "transfers_failed:peer unreachable": 2, "of another version": 1})
     tally.gauge("rank 0", {"peers": 3})
     tally.record([{"wire_s": 0.1}])
     both = stats.aggregate(PushStats(tally.data)).aggregate(PushStats(tally.data))
     assert both.reduce()["bytes_sent"] == 14 and not both.is_empty()
     prom = PushPromMetrics(
-        SimpleNamespace(kv_transfer_config=None),
+        SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(engine_id="e"),
+            parallel_config=SimpleNamespace(tensor_parallel_size=2, data_parallel_size=1),
+        ),
         {Counter: Counter, Gauge: Gauge, Histogram: Histogram},
         ["model_name", "engine"],
         {0: ["m", "0"]},
@@ -114,6 +133,10 @@ def test_prometheus() -> None:
     assert REGISTRY.get_sample_value("pushkv:transfers_failed_total", {**labels, "what": "peer unreachable"}) == 4
     assert REGISTRY.get_sample_value("pushkv:peers", labels) == 3
     assert REGISTRY.get_sample_value("pushkv:wire_seconds_count", labels) == 2
+    alone = Tally()
+    alone.gauge("rank 1", {"peers": 2})  # of the other rank nothing has changed
+    prom.observe(alone.data)
+    assert REGISTRY.get_sample_value("pushkv:peers", labels) == 5
     stats.reset()
     assert stats.is_empty()
 
@@ -153,3 +176,123 @@ def test_every_reason_that_the_protocol_gives_is_a_label() -> None:
     given = set(reasons())
     assert {"peer silent", "lease", "too many open registrations", "ended", "cache was reset"} <= given
     assert not given - set(REASONS), "an operator would see `other`"
+
+
+PROTOCOL, CONNECTOR = Path(protocol.__file__).parent, Path(__file__).parents[2] / "reference"
+SOURCES = {
+    "rank": ("rank", "sending", "landing", "meeting"),
+    "side channel": ("side_channel",),
+    "transport": ("transport",),
+    "endpoint": ("endpoint",),
+    "sender": ("sender", "sending"),
+    "receiver": ("receiver", "receiving"),
+    "ledger": ("ledger",),
+    "office": ("office",),
+    "": ("scheduler", "decode_legs", "prefill_legs"),
+}
+"""Which modules count for which part; the last ones count by the names that are shown."""
+
+
+def source(part: str, module: str) -> Path:
+    return (PROTOCOL if part in ("endpoint", "sender", "receiver", "ledger") else CONNECTOR) / f"{module}.py"
+
+
+def counted(path: Path) -> set[str]:
+    """Every name by which the source counts, with its label as far as it is written there."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assigned: dict[str, list[ast.expr]] = {}
+    keys: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            assigned.setdefault(node.targets[0].id, []).append(node.value)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("count", "_count", "_drop") and node.args:
+            keys.append(node.args[0])
+        elif isinstance(node, ast.Subscript) and getattr(node.value, "attr", "").lstrip("_") in ("counters", "counts"):
+            keys.append(node.slice)
+    found: set[str] = set()
+    while keys:
+        key = keys.pop()
+        if isinstance(key, ast.Name):
+            keys += assigned.pop(key.id, [])
+        elif isinstance(key, ast.IfExp):
+            keys += [key.body, key.orelse]
+        elif isinstance(key, ast.JoinedStr):
+            found.add("".join(str(part.value) for part in key.values if isinstance(part, ast.Constant)))
+        elif isinstance(key, ast.Constant):
+            found.add(str(key.value))
+    return found
+
+
+def all_counted() -> Iterator[tuple[str, str]]:
+    for part, modules in SOURCES.items():
+        for module in modules:
+            for name in counted(source(part, module)):
+                yield part, name
+
+
+def test_every_count_is_shown_and_every_counter_counts() -> None:
+    found = {(part, PARTS.get(part, {}).get(name, name).partition(":")[0]) for part, name in all_counted()}
+    assert {one for one in found if one[1] not in COUNTERS} == set(), "counted, and nobody can see it"
+    assert set(COUNTERS) - {short for _, short in found} == set(), "declared, and nothing fills it"
+
+
+def test_every_name_of_a_part_is_counted_and_has_a_counter() -> None:
+    found = set(all_counted())
+    decoded = {("side channel", kind) for kind in ("truncated", "unknown")}  # by the protocol's decoder
+    named = {(part, name) for part, names in PARTS.items() for name in names}
+    assert named - found - decoded == set()
+    assert {name.partition(":")[0] for names in PARTS.values() for name in names.values()} <= set(COUNTERS)
+    assert {name for name, _ in FROM_THE_START} <= set(COUNTERS)
+
+
+def test_no_module_counts_that_is_not_looked_at() -> None:
+    known = {source(part, module) for part, modules in SOURCES.items() for module in modules}
+    for path in (*PROTOCOL.glob("*.py"), *CONNECTOR.glob("*.py")):
+        assert path in known or path.stem in ("metric_names", "metrics") or not counted(path) - {"*"}, path
+
+
+def test_the_search_for_counts_can_fail(tmp_path: Path) -> None:
+    made = tmp_path / "made.py"
+    made.write_text(
+        "class A:\n def f(self, why, bad):\n  self.count('lost' if bad else f'failed:{why}')\n"
+        "  name = 'odd'\n  self._counters[name] = 1\n  self.counters['more'] += 1\n  self._drop(why)\n",
+        encoding="utf-8",
+    )
+    assert counted(made) == {"lost", "failed:", "odd", "more"}
+
+
+def literals(*modules: str) -> set[Any]:
+    trees = [ast.parse((CONNECTOR / f"{module}.py").read_text(encoding="utf-8")) for module in modules]
+    return {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+
+
+def test_every_gauge_and_time_is_read_somewhere() -> None:
+    assert set(GAUGES) <= literals("rank", "office", "scheduler")
+    assert set(TIMES) <= literals("prompts", "landing")
+
+
+def test_the_counts_of_parts_add_up_under_the_names_that_are_shown() -> None:
+    channel = shown("side channel", {"denied": 2, "malformed": 1, "oversized_out": 1, "nobody": 4})
+    assert channel == {
+        "connections_refused:denied": 2,
+        "messages_refused:malformed": 1,
+        "messages_unsent:oversized": 1,
+        "messages_unsent:nobody": 4,
+    }
+    rank = shown(
+        "rank", {"oversized": 1, "post failed": 3, "transfers_failed:lease": 1, "messages_refused:malformed": 1}
+    )
+    assert rank["faults:post failed"] == 3
+    both = merged(channel, rank)
+    assert both["messages_unsent:oversized"] == both["messages_refused:malformed"] == 2
+    assert both["transfers_failed:lease"] == 1
+
+
+def test_the_table_in_the_docs_is_what_the_command_prints() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert table() in docs, "python -m pushkv.reference.metric_names prints the table"
+    printed = subprocess.run(
+        [sys.executable, "-m", "pushkv.reference.metric_names"], capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.strip() == table()
+    assert all(says in table() for says in (*COUNTERS.values(), *GAUGES.values(), *TIMES.values()))

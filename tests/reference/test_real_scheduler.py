@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,26 @@ def test_an_idle_engine_steps_until_its_metrics_are_out(model: Path) -> None:
     assert not both.d.scheduler.has_requests()
     engine.counters = {"path:packed, setting": 2}
     connector._busy_at -= 10.0
-    assert not both.d.scheduler.has_requests()  # it is idle for long: nothing of ours wakes it
+    engine.gauges = {"quarantined": 1.0}
+    assert not both.d.scheduler.has_requests()  # idle for long: vLLM may pause or stop it; metrics leave by the outlet
+
+
+def test_an_engine_whose_metrics_cannot_leave_by_themselves_serves_all_the_same(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    both = Both(model, path="packed")
+    connector = both.d.connector
+    connector._open_outlet("office")
+    thread = connector._outlet._thread
+    assert thread.is_alive()
+    connector.shutdown()
+    assert not thread.is_alive()
+    connector._outlet = None
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    connector._open_outlet("office")
+    assert connector._outlet is None and "with the engine's steps alone" in caplog.text
+    both.decode(), both.prefill()
+    both.until_quiet()
 
 
 @pytest.mark.parametrize("steps", range(7))
@@ -248,6 +268,22 @@ def test_a_decode_that_is_preempted_after_its_load_computes_here(model: Path, pa
     both.d.scheduler.reset_prefix_cache(reset_running_requests=True)
     both.until_quiet()
     assert both.d.ended[d] == "LENGTH"
+
+
+@PATHS
+def test_a_reset_of_the_prefill_engine_drops_what_it_holds(model: Path, path: str) -> None:
+    """`reset_prefix_cache` says no while blocks are held, and resets the connector all the same: then they are not."""
+    both = Both(model, path=path, policy="recompute")
+    p = both.prefill()
+    both.steps(4)
+    assert both.p.ended[p] == "LENGTH" and both.p.scheduler.has_requests()
+    assert not both.p.scheduler.reset_prefix_cache(reset_connector=True)
+    both.steps(2)
+    assert both.p.scheduler.reset_prefix_cache(reset_connector=True)
+    d = both.decode()
+    both.until_quiet()
+    assert both.d.ended[d] == "LENGTH"
+    assert not [one for one in both.d.engine.told if type(one).__name__ == "Loaded"]
 
 
 @PATHS

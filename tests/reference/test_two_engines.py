@@ -31,6 +31,29 @@ def test_lengths(pair: Make, p_tp: int, d_tp: int, packed: bool, cpu: bool) -> N
     assert hand_over(both, "tail", 150, packed, base=64) == ("", True)
     for engine in both:
         engine.emptied()
+    sent, received = (
+        sum(rank.counters.get(name, 0) for rank in engine.ranks)
+        for name, engine in zip(("bytes_sent", "bytes_received"), both, strict=True)
+    )
+    assert sent == received > 0
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "direct"])
+def test_a_lease_is_a_finished_prompt_that_nobody_has_asked_for(pair: Make, packed: bool) -> None:
+    p, d = pair(1, 1)
+    hosts, rank = Hosts(2), p.ranks[0]
+    source, target = hosts.blocks(p, 100), hosts.blocks(d, 100)
+    p.say(held("t", 100))
+    p.say(ev.Computed("t", 0, False))
+    assert until(lambda: "t" in rank.sending.prompts)
+    assert rank.gauges["leases"] == 0, "it is still computed"
+    p.compute("t", 100, source)
+    assert until(lambda: rank.gauges["leases"] == 1)
+    assert d.load("t", p, 0, 100, target, packed) == ""
+    assert p.sent("t", source, 100)
+    assert rank.gauges["leases"] == 0
+    for engine in (p, d):
+        engine.emptied()
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "direct"])

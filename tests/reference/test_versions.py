@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 from pathlib import Path
@@ -46,6 +47,49 @@ def test_check_tells_known_absent_changed_and_new() -> None:
     assert found["something_else"].state == "new" and not found["something_else"].trouble
     assert found["start_load_kv"].state == "absent" and found["start_load_kv"].trouble
     assert found["get_transfer_results"].state == "absent" and not found["get_transfer_results"].trouble
+
+
+@pytest.mark.parametrize(
+    ("version", "says"), [("0.26.0", ""), ("0.32.1+cpu", ""), ("0.30.0", "0.30.0"), ("dev", "dev")]
+)
+def test_a_version_on_which_it_has_not_run_is_doubted(version: str, says: str) -> None:
+    found = [doubt for doubt in versions.doubts(version, Base) if "has not run" in doubt]
+    assert len(found) == bool(says)
+    assert all(f"has not run on vLLM {says}, but on 0.26 and 0.32" in doubt for doubt in found)
+
+
+def test_hooks_that_are_not_as_known_are_named() -> None:
+    found = versions.doubts("0.32.0", Base)
+    assert any("on_new_request is changed" in doubt for doubt in found)
+    assert any("start_load_kv is absent" in doubt for doubt in found)
+    assert not any("get_transfer_results" in doubt or "something_else" in doubt for doubt in found)
+
+
+def test_this_vllm_is_not_doubted() -> None:
+    base = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    if versions.minor(versions.installed()) not in versions.RUN:
+        pytest.skip("another version")
+    assert versions.doubts(versions.installed(), base.KVConnectorBase_V1, base.SupportsHMA) == []
+
+
+def imports_of(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_nothing_else_imports_vllm() -> None:
+    """Beside this module only what vLLM loads: the connector and its metrics."""
+    folder = Path(versions.__file__).parent
+    assert {path.stem for path in folder.glob("*.py") if "vllm" in imports_of(path)} == {
+        "connector",
+        "metrics",
+        "versions",
+    }
 
 
 def test_abilities() -> None:

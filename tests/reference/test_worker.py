@@ -21,9 +21,11 @@ def vllm_config(**more: Any) -> Any:
     parallel = {"tensor_parallel_size": 2, "data_parallel_index": 1, "pipeline_parallel_size": 1}
     transfer = {"kv_role": "kv_both", "engine_id": "e", "kv_connector_extra_config": {"segment_bytes": 4096}}
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(**{**parallel, **{k: v for k, v in more.items() if k in parallel}}),
+        parallel_config=SimpleNamespace(**parallel | {k: v for k, v in more.items() if "parallel" in k}),
         kv_transfer_config=SimpleNamespace(**{**transfer, **{k: v for k, v in more.items() if k in transfer}}),
-        model_config=SimpleNamespace(model="m", dtype="torch.bfloat16"),
+        model_config=SimpleNamespace(
+            model="m", dtype="torch.bfloat16", **{k: v for k, v in more.items() if k == "enable_sleep_mode"}
+        ),
         cache_config=SimpleNamespace(block_size=16),
     )
 
@@ -155,6 +157,9 @@ def test_setup() -> None:
     [
         ({"kv_role": "kv_nobody"}, "kv_role"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2: .* set it to 1"),
+        ({"prefill_context_parallel_size": 4}, "prefill_context_parallel_size is 4: .* set it to 1"),
+        ({"enable_sleep_mode": True}, "enable_sleep_mode is set: peers write .* without --enable-sleep-mode"),
         ({"kv_connector_extra_config": {"port": 65535}}, "port is 65535"),
     ],
 )
