@@ -97,7 +97,7 @@ ifneq ($(LIBFABRIC),)
 	@test -x $(LIBFABRIC)/run || sh tests/reference/libfabric_env.sh $(E2E_VENV)/bin/python $(LIBFABRIC) >&2 || \
 	  { rm -f $(LIBFABRIC)/run; echo "no environment for LIBFABRIC; make e2e LIBFABRIC= leaves its tests out" >&2; exit 1; }
 endif
-	PUSHKV_LIBFABRIC_ENV=$(LIBFABRIC) $(E2E_VENV)/bin/python -m pytest tests/reference $(REFERENCE_ARGS)
+	LIBFABRIC_ENV=$(LIBFABRIC) $(E2E_VENV)/bin/python -m pytest tests/reference $(REFERENCE_ARGS)
 	$(E2E_VENV)/bin/python -m pytest --confcutdir=tests/e2e tests/e2e $(E2E_ARGS)
 
 serve-demo: $(E2E_STAMP)

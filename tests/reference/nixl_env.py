@@ -1,6 +1,6 @@
 """Where NIXL's backends run: UCX wherever NIXL is installed, LIBFABRIC in what `libfabric_env.sh` makes.
 
-`PUSHKV_LIBFABRIC_ENV` names its folder: if it is set, tests fail where the environment is missing; if it is empty, they
+`LIBFABRIC_ENV` names its folder: if it is set, tests fail where the environment is missing; if it is empty, they
 are left out.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ASKED = os.environ.get("PUSHKV_LIBFABRIC_ENV")
+ASKED = os.environ.get("LIBFABRIC_ENV")
 RUN = ROOT / (ASKED or "build/libfabric") / "run"
 
 needs_libfabric = pytest.mark.skipif(
@@ -30,7 +30,7 @@ needs_ucx = pytest.mark.skipif(
 def run_case(backend: str, module: str, *arguments: str, timeout_s: float = 300.0) -> str:
     """Run `module` of these tests as a program where `backend` is; what it printed. Fails if it does."""
     if backend == "LIBFABRIC":
-        assert RUN.exists(), f"{RUN.parent} is not there, though PUSHKV_LIBFABRIC_ENV asks for it"
+        assert RUN.exists(), f"{RUN.parent} is not there, though LIBFABRIC_ENV asks for it"
     python = str(RUN) if backend == "LIBFABRIC" else sys.executable
     paths = os.pathsep.join([str(ROOT), str(ROOT / ".typing"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
