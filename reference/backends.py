@@ -10,7 +10,8 @@ waiting is part of the first write.
 
 LIBFABRIC. DONE is a local completion without FI_DELIVERY_COMPLETE; libfabric's fi_cq(3) leaves the state at the peer
 undefined. The target learns of the arrival from NIXL's notice, which it delivers once it has counted all stores of that
-call. Errors come from a queue that all writes share, and go to whoever asks next.
+call (`landing`). What is given up has no such notice: `settling` waits. Errors come from a queue that all writes share,
+and go to whoever asks next.
 """
 
 from __future__ import annotations

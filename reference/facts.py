@@ -193,6 +193,10 @@ def decode(raw: bytes) -> Facts:
         raise FactsError(f"facts of {len(wire.regions)} regions with a layout of {len(layout.regions)}")
     if any(region.size_bytes != size for region, size in zip(wire.regions, layout.regions, strict=False)):
         raise FactsError("facts whose regions are not as large as the layout's")
+    ends = [wire.landing.address + wire.landing.segment_bytes * wire.landing.count]
+    ends += [region.address + region.size_bytes for region in wire.regions]
+    if max(ends) >= 1 << 63:
+        raise FactsError("facts of memory beyond 63 bits")  # addresses are computed with that many
     return Facts(layout=layout, **fields)
 
 

@@ -10,10 +10,8 @@ prompt waits only until they are put in and one kernel is launched.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,13 +21,15 @@ from pushkv.model.layout import LayoutError, Part, Shard, block_table, plan_scat
 from pushkv.model.protocol import GAVE_WAY
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
-from pushkv.reference.copies import CopyError, marked
+from pushkv.reference.copies import CopyError
 from pushkv.reference.device_copies import DeviceCopier
 from pushkv.reference.grants import aligned, name_blocks, name_segments, part_offset, read_notice
+from pushkv.reference.loading import Loading
 from pushkv.reference.metric_names import label
+from pushkv.reference.notices import Room, batches_at_most
 from pushkv.reference.office import Loaded, Total
 from pushkv.reference.ports import Load
-from pushkv.reference.transport import agent_name
+from pushkv.reference.transport import agent_name, link_of
 
 if TYPE_CHECKING:
     from pushkv.reference.copies import Copier, Copy
@@ -37,59 +37,6 @@ if TYPE_CHECKING:
     from pushkv.reference.rank import Rank
 
 log = logging.getLogger(__name__)
-
-
-class Loading:
-    """The scatters of one step, which the engine thread waits for. ``stream``: what it enqueues on, on a device: they
-    come behind what is there by now.
-    """
-
-    def __init__(self, loads: Sequence[Load], stream: Any = None) -> None:
-        self.loads, self._stream = loads, stream
-        self.asked_s = time.monotonic()
-        self.failed: list[Load] = []
-        self._copies: dict[int, Copy] = {}
-        self._lock, self._begun = threading.Lock(), threading.Lock()
-        self._begun.acquire()  # until they have begun: the bare lock costs the engine's thread less than an event
-        self._taken = self._given_up = False
-
-    def take(self) -> bool:
-        """By the transfer thread, before it touches a block; ``False``: nobody waits any more, and the blocks may be
-        somebody else's.
-        """
-        with self._lock:
-            self._taken = not self._given_up
-            return self._taken
-
-    def _give_up(self) -> bool:
-        with self._lock:
-            self._given_up = not self._taken
-            return self._given_up
-
-    def mark(self) -> Any:
-        """By the transfer thread, which has the time: an event behind what is enqueued. The forward is not yet: before
-        it the engine's thread waits.
-        """
-        return marked(self._stream)
-
-    def begun(self, copies: Sequence[Copy]) -> None:
-        """By the transfer thread: the copies are done (on a host) or enqueued (on a device), all but those of what has
-        ``failed``; in the order in which they were asked for.
-        """
-        self._copies = {copy.lane: copy for copy in copies}  # the last of each lane: the others are over by then
-        self._begun.release()
-
-    def wait(self, timeout_s: float = 60.0) -> Sequence[Load]:
-        """Return when what is done or enqueued by this thread from now on sees the bytes; of what it returns it does
-        not, as it has failed, or nobody has answered. What was copied all the same is over then, too.
-        """
-        if not self._begun.acquire(timeout=timeout_s) and (
-            self._give_up() or not self._begun.acquire(timeout=timeout_s)
-        ):
-            return self.loads
-        for copy in self._copies.values():
-            copy.join()
-        return self.failed
 
 
 class Inbound:
@@ -109,6 +56,7 @@ class Inbound:
         "parts",
         "pieces",
         "registered_s",
+        "rooms",
         "tokens",
         "transfer_id",
     )
@@ -122,6 +70,7 @@ class Inbound:
         self.exposed_s = self.heard_s = self.landed_s = 0.0
         self.noticed: set[tuple[ev.Link, int]] = set()
         self.early: dict[tuple[ev.Link, int], msg.Written] = {}
+        self.rooms: dict[ev.Link, Room] = {}
         self.pieces: list[tuple[Shard, Part, int]] = []
         self.ahead: dict[tuple[int, int], list[Ahead] | None] = {}
 
@@ -170,6 +119,8 @@ class Landing:
                 inbound.parts[link] = {}
                 inbound.ahead.clear()  # another attempt may have other parts, or come from another process
                 inbound.noticed = {key for key in inbound.noticed if key[0] != link}
+                inbound.early = {key: word for key, word in inbound.early.items() if key[0] != link}
+                inbound.rooms.pop(link, None)
                 self._of_attempt[link, message.attempt] = message.transfer_id
         else:
             inbound = self.inbound.get(self._of_attempt.get((link, message.attempt), ""))
@@ -223,6 +174,10 @@ class Landing:
             or (message.src, message.dst) != (fellow.incarnation, self.rank.incarnation)
         ):
             return True  # the machines will not believe it
+        most = inbound.tokens  # every part has a token; but for the one of a transfer that has none
+        if message.part >= max(1, most) or message.tokens > most or bool(message.tokens) != bool(most):
+            self.rank.count("messages_refused")
+            return False
         inbound.parts[link].setdefault(message.part, message.tokens)
         inbound.heard_s = inbound.heard_s or time.monotonic()
         if inbound.packed and isinstance(self.copier, DeviceCopier):
@@ -235,20 +190,49 @@ class Landing:
         inbound.early[link, message.part] = message
         return False
 
+    def room(self, agent: str, notice: bytes) -> Room | None:
+        """Where the batches of the write with this notice are counted until all have come: as many as the link's share
+        of the transfer can have. ``None``: nobody waits for it.
+        """
+        awaited = self._awaited(agent, notice)
+        if awaited is None:
+            return None
+        inbound, link, _ = awaited
+        if link not in inbound.rooms:
+            try:
+                shard, whole = self._shard(link), self._whole(inbound)
+            except LayoutError:
+                return None
+            if shard is None:
+                return None
+            size = shard.part_bytes(whole)
+            pieces = 2 * size // max(1, min(bundle.row_bytes for bundle in shard.bundles))
+            inbound.rooms[link] = Room(inbound.tokens, batches_at_most(inbound.tokens, pieces, size))
+        return inbound.rooms[link]
+
     def noticed(self, agent: str, notice: bytes) -> None:
         """A write has arrived: the word about it may go on."""
-        found = read_notice(notice)
-        link = next((link for link, f in self.rank.fellows.items() if agent_name(*link, f.incarnation) == agent), None)
-        if found is None or link is None or found[0] != self.rank.incarnation:
+        awaited = self._awaited(agent, notice)
+        if awaited is None:
             self.rank.count("stray notice")
             return
-        _, attempt, part = found
+        inbound, link, part = awaited
+        inbound.noticed.add((link, part))
+        word = inbound.early.pop((link, part), None)
+        if word is not None:
+            self.rank.pending.append(ev.Received(link, word))
+
+    def _awaited(self, agent: str, notice: bytes) -> tuple[Inbound, ev.Link, int] | None:
+        """(transfer, link, part) of a write that is expected and has not come."""
+        found, link = read_notice(notice), link_of(agent)
+        fellow = None if link is None else self.rank.fellows.get(link)
+        if found is None or link is None or fellow is None or agent_name(*link, fellow.incarnation) != agent:
+            return None
+        incarnation, attempt, part = found
         inbound = self.inbound.get(self._of_attempt.get((link, attempt), ""))
-        if inbound is not None:
-            inbound.noticed.add((link, part))
-            word = inbound.early.pop((link, part), None)
-            if word is not None:
-                self.rank.pending.append(ev.Received(link, word))
+        if incarnation != self.rank.incarnation or inbound is None or fellow.facts.arrival != "notification":
+            return None
+        return (inbound, link, part) if part < inbound.tokens and (link, part) not in inbound.noticed else None
 
     def reported(self, report: ev.Record, now: float) -> None:
         """The machines' verdicts."""
@@ -297,6 +281,8 @@ class Landing:
     def _drop_attempts(self, inbound: Inbound) -> None:
         for link, attempt in inbound.attempts.items():
             self._of_attempt.pop((link, attempt), None)
+        for kept in (inbound.rooms, inbound.early, inbound.noticed):
+            kept.clear()
 
     # ------------------------------------------------------------ scatter
 

@@ -140,12 +140,12 @@ class Staged:
 
 
 class Posted:
-    """One write of ours that may be active."""
+    """One write of ours that may be active, for registration ``attempt`` of ``link``."""
 
-    __slots__ = ("broken", "stamps", "stopping", "write")
+    __slots__ = ("attempt", "broken", "link", "stamps", "stopping", "write")
 
-    def __init__(self, write: Write, stamps: Stamps) -> None:
-        self.write, self.stamps = write, stamps
+    def __init__(self, write: Write, stamps: Stamps, link: ev.Link, attempt: int) -> None:
+        self.write, self.stamps, self.link, self.attempt = write, stamps, link, attempt
         self.broken = self.stopping = False
 
 

@@ -32,13 +32,15 @@ from pushkv.model.protocol.states import Linking
 from pushkv.reference import facts as facts_
 from pushkv.reference.bell import Bell
 from pushkv.reference.copies import marked
-from pushkv.reference.landing import Landing, Loading
+from pushkv.reference.landing import Landing
+from pushkv.reference.loading import Loading
 from pushkv.reference.meeting import Meeting, Met
 from pushkv.reference.metric_names import merged, shown
 from pushkv.reference.office import Forget, Office, Open, Table, Total
 from pushkv.reference.ports import Load, RankCard
 from pushkv.reference.prompts import Enqueued, Fence
 from pushkv.reference.sending import Sending
+from pushkv.reference.settling import Settling
 
 if TYPE_CHECKING:
     from pushkv.reference.copies import Copier
@@ -103,7 +105,9 @@ class Rank:
         self._longest_s = 0.0
         self.office: Office | None = None
         self.sending = Sending(self, *staging)
+        self.settling = Settling(settings.drain_s if transport.arrival == "notification" else 0.0)
         self.landing = Landing(self, landing)
+        transport.expect(self.landing.room)
         self.pending: deque[ev.Record] = deque()
         self._inbox: deque[object] = deque()
         self._open = self._looks = 0
@@ -268,6 +272,8 @@ class Rank:
         self.sending.poll(now)
         self.landing.poll(now)
         self.meeting.look(now)
+        for late in self.settling.due(now):
+            self._send(late, now)
         busy = False
         while self.pending or now >= self.endpoint.wake_at:
             busy = True
@@ -387,7 +393,10 @@ class Rank:
         active = self.sending.active or self.landing.active
         peers = self.endpoint.peers
         self._open = (
-            len(self.sending.prompts) + len(self.landing.inbound) + sum(self.endpoint.busy(link) for link in peers)
+            len(self.sending.prompts)
+            + len(self.landing.inbound)
+            + sum(self.endpoint.busy(link) for link in peers)
+            + len(self.settling)
         )
         if self._rung:
             return
@@ -413,6 +422,8 @@ class Rank:
 
     def _send(self, action: ev.Send, now: float) -> None:
         message = action.message
+        if self.settling.keep(action, now):
+            return
         if isinstance(message, (msg.Register, msg.Grant)):
             message = self.landing.named(action.link, message, now)
         try:

@@ -345,6 +345,7 @@ class Sending:
                 prompt.parts[handle] = stamps
         stamps.begun = time.monotonic()
         try:
+            attempt, _, _ = rank.endpoint.sender.about(handle)
             write = self._write(action)
         except Exception as error:
             log.warning("write for %s to %s: %s", action.transfer_id, action.link, error)
@@ -358,7 +359,7 @@ class Sending:
             self._unstage(handle)
             rank.pending.append(ev.WriteDone(handle))
         else:
-            self._writes[handle] = Posted(write, stamps)
+            self._writes[handle] = Posted(write, stamps, action.link, attempt)
 
     def _write(self, action: ev.Post) -> Write | None:
         """The write on its way; ``None`` when there is nothing to write."""
@@ -369,12 +370,14 @@ class Sending:
         else:
             spans, device = self._direct_spans(action, fellow, prompt), fellow.device
         local, remote, length = spans
-        if not len(length):
+        noticed = rank.transport.arrival == "notification" and fellow.outgoing is not None
+        if not len(length) and not noticed:
             return None
         prompt.bytes += int(length.sum())
         prompt.descriptors += len(length)
         attempt, part, _ = rank.endpoint.sender.about(action.handle)
-        notice = notice_of(fellow.incarnation, attempt, part) if rank.transport.arrival == "notification" else b""
+        # Of a part without bytes, too, a notice is awaited.
+        notice = notice_of(fellow.incarnation, attempt, part) if noticed else b""
         return rank.transport.post(fellow.agent, local, remote, length, rank.device, device, notice)
 
     def _packed_spans(self, action: ev.Post, fellow: Fellow) -> Spans:
@@ -454,7 +457,8 @@ class Sending:
             self._over(handle, ev.WriteQuiet(handle))
 
     def _over(self, handle: int, event: ev.Record) -> None:
-        del self._writes[handle]
+        posted = self._writes.pop(handle)
+        self.rank.settling.over(posted.link, posted.attempt, time.monotonic())
         self._unstage(handle)
         self.rank.pending.append(event)
         self._start()

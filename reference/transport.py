@@ -37,12 +37,12 @@ import numpy as np
 import numpy.typing as npt
 
 from .backends import BACKENDS, TransportError, attempt, make_agent, words
-from .notices import Notices, pack
+from .notices import LEAST_BYTES, LEAST_DESCRIPTORS, NOTICE_BYTES, Notices, Room, pack
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Transport", "TransportError", "Write", "agent_name"]
+__all__ = ["Transport", "TransportError", "Write", "agent_name", "link_of"]
 
 Longs = npt.NDArray[np.int64]
 
@@ -79,12 +79,19 @@ def agent_name(engine_id: str, rank: int, incarnation: int) -> str:
     return f"{engine_id}.{rank}.{incarnation:016x}"
 
 
+def link_of(agent: str) -> tuple[str, int] | None:
+    """(engine id, rank) in such a name, or None for another one."""
+    engine, rank, incarnation = [*agent.rsplit(".", 2), "", ""][:3]
+    return (engine, int(rank)) if incarnation and len(rank) < 10 and rank.isascii() and rank.isdigit() else None
+
+
 class Transport:
     """The NIXL agent of one rank.
 
     name: unique among all processes and restarts, see `agent_name`. batch_descriptors, batch_bytes: at most so much in
-    one NIXL call (a single larger descriptor is not split); bytes that are not given follow from the memory: a host may
-    have to copy what it posts, a device does not. slice_s: `post` and `poll` begin no further batch after
+    one NIXL call (a single larger descriptor is not split), and not less than `notices` says: by that a peer knows how
+    many batches there can be. Bytes that are not given follow from the memory: a host may have to copy what it posts, a
+    device does not. slice_s: `post` and `poll` begin no further batch after
     this time. drain_s: see the module; the backend's own value if not given. Raises `TransportError`, also if NIXL is
     not installed.
     """
@@ -102,6 +109,11 @@ class Transport:
     ) -> None:
         if backend not in BACKENDS:
             raise TransportError(f"backend {backend!r} is not known; choose from {', '.join(BACKENDS)}")
+        if batch_descriptors < LEAST_DESCRIPTORS or (batch_bytes is not None and batch_bytes < LEAST_BYTES):
+            raise TransportError(
+                f"batches of {batch_descriptors} descriptors and {batch_bytes} bytes: at least {LEAST_DESCRIPTORS} and"
+                f" {LEAST_BYTES}"
+            )
         self.name = name
         self.backend = BACKENDS[backend]
         self.arrival = self.backend.arrival
@@ -195,6 +207,8 @@ class Transport:
         """
         if not len(local) == len(remote) == len(length) or (len(length) and int(length.min()) < 1):
             raise TransportError(f"{len(local)} local, {len(remote)} remote addresses, {len(length)} sizes above 0")
+        if len(notice) > NOTICE_BYTES:
+            raise TransportError(f"a notice of {len(notice)} bytes, at most {NOTICE_BYTES}")
         self._number += 1
         write = Write(agent, self._number, len(length), int(length.sum()))
         self._enter()
@@ -242,6 +256,15 @@ class Transport:
         write._arrays = None
         self._writes.discard(write)
         return True
+
+    @property
+    def notices_refused(self) -> int:
+        """Notices that were none, or that had no room."""
+        return self._notices.refused
+
+    def expect(self, room: Callable[[str, bytes], Room | None]) -> None:
+        """Which notices this side waits for: see `Notices`."""
+        self._notices.expect(room)
 
     def progress(self) -> list[tuple[str, bytes]]:
         """Lets NIXL work, also as a target; returns the (agent, notice)s of writes that have arrived. Never raises."""

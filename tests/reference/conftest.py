@@ -26,8 +26,8 @@ def pair(exchange: Exchange, tmp_path: Path) -> Iterator[Make]:
 
     def make(p_tp: int, d_tp: int, *, cpu: bool = False, **more: Any) -> Pair:
         blocks = {} if cpu else {"block": 32}
-        made.append(Engine(exchange, "P", p_tp, tmp_path, cpu=cpu, **more))
-        made.append(Engine(exchange, "D", d_tp, tmp_path, cpu=cpu, **blocks, **more))
+        made.append(Engine("P", p_tp, tmp_path, cpu=cpu, **more))
+        made.append(Engine("D", d_tp, tmp_path, cpu=cpu, **blocks, **more))
         return made[0], made[1]
 
     yield make

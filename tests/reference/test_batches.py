@@ -1,16 +1,17 @@
-"""What of the transport needs no NIXL: cutting into batches, notices, and the sentence when NIXL is not there."""
+"""What of the transport needs no NIXL: cutting into batches, names, and the sentence when NIXL is not there."""
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pushkv.reference.notices import Notices, pack
-from pushkv.reference.transport import Transport, TransportError, _cuts
+from pushkv.reference.notices import batches_at_most
+from pushkv.reference.transport import Transport, TransportError, _cuts, agent_name, link_of
 
 
 def test_batches_respect_both_limits() -> None:
@@ -34,27 +35,25 @@ def test_an_unknown_backend_is_named() -> None:
         Transport("x", "TCP")
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_a_notice_is_whole_when_every_batch_has_come(order: tuple[int, ...]) -> None:
-    notices = Notices()
-    for position, batch in enumerate(order):
-        assert notices.take() == []
-        for _ in range(2 if position < 2 else 1):  # a repetition counts once
-            notices.add("a", pack(7, batch, 3, b"landed"))
-        notices.add("b", pack(7, 0, 2, b"other"))  # another peer's write of the same number
-    assert notices.take() == [("a", b"landed")]
-    assert notices.take() == [] and notices.dropped == 0
-    notices.add("b", pack(7, 1, 2, b"other"))
-    assert notices.take() == [("b", b"other")]
+def test_what_a_peer_relies_on_is_refused() -> None:
+    """How many batches there can be, and how long a notice is, both sides know."""
+    for limits in ({"batch_descriptors": 63}, {"batch_bytes": (1 << 20) - 1}):
+        with pytest.raises(TransportError, match="at least 64 and 1048576"):
+            Transport("x", **limits)  # type: ignore[arg-type]
 
 
-def test_notices_are_bounded_and_strangers_are_counted() -> None:
-    notices = Notices()
-    for frame in (b"", b"hello", b"x" * 40, pack(1, 9, 3, b"")):
-        notices.add("a", frame)
-    assert notices.take() == [] and notices.dropped == 3
-    for number in range(10_000):
-        notices.add("a", pack(number, 0, 2, b""))
-    assert len(notices._partial["a"]) <= 4096 and notices.dropped > 5000
-    notices.forget("a")
-    assert not notices._partial
+@given(st.lists(st.integers(1, 3 << 20), max_size=400), st.integers(64, 100), st.integers(1 << 20, 3 << 20))
+def test_there_are_no_more_batches_than_a_peer_makes_room_for(sizes: list[int], most: int, most_bytes: int) -> None:
+    cuts = _cuts(np.array(sizes, np.int64), most, most_bytes)
+    assert len(cuts) <= batches_at_most(1, len(sizes), sum(sizes))
+
+
+@given(st.text(max_size=20), st.integers(0, 1 << 16), st.integers(0, (1 << 64) - 1))
+def test_an_agent_is_named_after_its_link(engine: str, rank: int, incarnation: int) -> None:
+    assert link_of(agent_name(engine, rank, incarnation)) == (engine, rank)
+
+
+@given(st.one_of(st.text(max_size=30), st.from_regex(r"[a-z.]*\.[0-9\u0660-\u0669-]*\.[0-9a-f]*", fullmatch=True)))
+def test_any_name_is_read_or_refused(name: str) -> None:
+    link = link_of(name)
+    assert link is None or name.startswith(f"{link[0]}.")

@@ -169,6 +169,9 @@ def test_another_version() -> None:
         ({"engine_id": "x" * 257}, "256"),
         ({"regions": (Region(0, 5, 0),)}, "1 regions with a layout of 4"),
         ({"regions": (Region(0, 5, 0),) * 4}, "as large as the layout's"),
+        ({"landing": Landing((1 << 63) - 2, 1, 2, 0)}, "beyond 63 bits"),
+        ({"landing": Landing(0, 1 << 61, 4, 0)}, "beyond 63 bits"),
+        ({"regions": tuple(Region((1 << 63) - 1, size, 0) for size in layout().regions)}, "beyond 63 bits"),
     ],
 )
 def test_facts_that_cannot_be_told(change: dict[str, Any], why: str) -> None:

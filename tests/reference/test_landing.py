@@ -16,7 +16,8 @@ from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.reference import landing as landing_
 from pushkv.reference.device_copies import DeviceCopier
-from pushkv.reference.landing import Landing, Loading
+from pushkv.reference.landing import Landing
+from pushkv.reference.loading import Loading
 from pushkv.reference.office import Loaded
 from pushkv.reference.ports import Load
 
