@@ -6,6 +6,9 @@ The office computes it on its own thread, before it looks at the first word abou
 the scheduler on their way in, news on their way out.
 
 Decides which of two live requests with the same key is refused: the later one. Not thread-safe but for `key`.
+
+The host has done with a transfer when it was told all of it; the books may keep it longer, as long as a rank still
+writes. Until they have closed it nobody else gets its key.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ from typing import Any
 import msgspec
 
 from pushkv.model.protocol import events as ev
-from pushkv.reference.identity import Identity, IdentityError
+from pushkv.reference.identity import Identity
 from pushkv.reference.ports import Complete
 
 AMBIGUOUS = "another live request has the same transfer id"
 
 
 class Handles:
-    """All of one engine: a handle is here from `add` until the books have closed its transfer."""
+    """All of one engine: a handle is here from `add` until the host was told all, its key until the books have closed
+    the transfer.
+    """
 
     __slots__ = ("_half", "_keys", "_refused", "_sides")
 
@@ -34,13 +39,13 @@ class Handles:
         self._refused: dict[str, tuple[str, str]] = {}
 
     def __len__(self) -> int:
-        return len(self._keys) + len(self._refused)
+        return sum(self.sizes().values())
 
     def add(self, handle: str, identity: Identity, sends: bool) -> str:
         """Computes the key of `handle`. Returns "" or why it is refused: "ambiguous" or "identity"."""
         try:
             key = identity.key()
-        except IdentityError as error:
+        except Exception as error:  # a request is made of what clients send: whatever it is, the host hears how it ends
             self._refused[handle] = ("identity", str(error))
             return "identity"
         handles = self._sides[sends]
@@ -51,8 +56,15 @@ class Handles:
         self._keys[handle] = key
         return ""
 
+    def refuse(self, handle: str, sends: bool, why: str) -> None:
+        """The books do not take `handle`, which was just added."""
+        del self._sides[sends][self._keys.pop(handle)]
+        self._refused[handle] = ("ambiguous", why)
+
     def key(self, handle: str) -> str:
-        """As ranks and peers know it. From any thread, once there was news of it. What was never added is a key."""
+        """As ranks and peers know it. From any thread, and only once there was news of it: until then the office may
+        not have come to it. What was never added is a key.
+        """
         return self._keys.get(handle, handle)
 
     def inward(self, word: Any) -> Any:
@@ -87,22 +99,28 @@ class Handles:
         if handle is None:
             return news
         if sent:
-            if key in self._half:  # both have been told: the books have closed it
+            if key in self._half:  # the host was told both
                 self._half.discard(key)
-                self._drop(key, sent)
+                self._leave(handle, key)
             else:
                 self._half.add(key)
         return msgspec.structs.replace(news, transfer_id=handle)
 
     def received(self, key: str) -> None:
         """The books have closed the incoming transfer `key`."""
-        self._drop(key, False)
-
-    def _drop(self, key: str, sent: bool) -> None:
-        handle = self._sides[sent].pop(key, None)
+        handle = self._sides[False].pop(key, None)
         if handle is not None:
+            self._leave(handle, key)
+
+    def sent(self, key: str) -> None:
+        """The books have closed the outgoing transfer `key`."""
+        del self._sides[True][key]
+
+    def _leave(self, handle: str, key: str) -> None:
+        if self._keys.get(handle) == key:  # else it is another request's by now: vLLM may use an id again
             del self._keys[handle]
 
     def sizes(self) -> Mapping[str, int]:
         """How much is kept, for leak checks."""
-        return {"handles": len(self._keys), "refused": len(self._refused), "half": len(self._half)}
+        keys = len(self._sides[False]) + len(self._sides[True])
+        return {"handles": len(self._keys), "keys": keys, "refused": len(self._refused), "half": len(self._half)}

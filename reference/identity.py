@@ -112,7 +112,11 @@ class Identity(msgspec.Struct, frozen=True):
         transfer_id = name.base if self.given is None else self.given
         if len(transfer_id) > MAX_ID:
             raise IdentityError(f"request id of more than {MAX_ID} characters, no transfer_id")
-        return f"{transfer_id}/{name.prompt}.{name.sample}:{self.digest()}"
+        try:
+            transfer_id.encode()
+            return f"{transfer_id}/{name.prompt}.{name.sample}:{self.digest()}"
+        except UnicodeEncodeError:
+            raise IdentityError("text that is not Unicode") from None
 
     def digest(self) -> str:
         """16 hexadecimal digits."""

@@ -18,9 +18,9 @@ import msgspec
 from pushkv.model.protocol import Ledger, LocalProtocolError, Settings
 from pushkv.model.protocol import events as ev
 from pushkv.reference.handles import Handles
-from pushkv.reference.identity import IdentityError, address_of
+from pushkv.reference.identity import address_of
 from pushkv.reference.metric_names import merged, shown
-from pushkv.reference.ports import Address, BlockIds, Chunk, Complete, Held, Wanted
+from pushkv.reference.ports import Address, BlockIds, Chunk, Complete, Held, Told, Wanted
 
 if TYPE_CHECKING:
     from pushkv.reference.trace import Trace
@@ -39,13 +39,15 @@ class Open(msgspec.Struct, frozen=True):
 class Table(msgspec.Struct, frozen=True):
     """To a rank: the blocks that hold the source of ``transfer_id``, from its first token on.
 
-    ``step`` 0: all of it, and they are held. Else its first ``tokens`` tokens, once the engine's step ``step`` is done.
+    ``step`` 0: all of it, and they are held. Else its first ``tokens`` tokens, once the engine's step ``step`` is done;
+    ``request_id``: by what a fence would name it.
     """
 
     transfer_id: str
     blocks: BlockIds
     tokens: int = 0
     step: int = 0
+    request_id: str = ""
 
 
 def feeders(rank: int, ranks: int, peer_tp: int, peer_pp: int = 1) -> tuple[int, ...]:
@@ -158,7 +160,7 @@ class Office:
             elif (word := self._handles.inward(said)) is None:
                 self.news.extend(self._handles.refusals(said))
             elif isinstance(word, Chunk):
-                self._all(Table(word.transfer_id, word.blocks(), word.tokens, word.step))
+                self._all(Table(word.transfer_id, word.blocks(), word.tokens, word.step, said.transfer_id))
                 self._all(ev.Computed(word.transfer_id, word.tokens, False))
             elif isinstance(word, Complete):
                 self._all(Table(word.transfer_id, word.blocks))
@@ -174,13 +176,16 @@ class Office:
         if refusal := self._handles.add(name, word.identity, True):
             self._count(f"requests_refused:{refusal}")
             return
-        self._step(ev.Hold(self._handles.key(name), word.tokens, self._token_bytes, chunked=word.chunked), now)
+        hold = ev.Hold(self._handles.key(name), word.tokens, self._token_bytes, chunked=word.chunked)
+        if refusal := self._step(hold, now):
+            self._handles.refuse(name, True, refusal)
+            self._count("requests_refused:ambiguous")
 
     def _wanted(self, word: Wanted, now: float) -> None:
         name = word.transfer_id
         try:
             peer, identity = address_of(word.params), word.identity()
-        except IdentityError as error:
+        except Exception as error:  # an ``IdentityError``, or whatever else a request from the network may cause
             self._count("requests_refused:identity")
             self.news.append(ev.Fail(name, str(error), True))
             return
@@ -207,7 +212,9 @@ class Office:
         """An event of the scheduler for the ledger."""
         if isinstance(event, ev.Allocated):
             event = ev.Allocated(event.transfer_id, (0, event.memory()))
-        self._step(event, now)
+        if self._step(event, now) and isinstance(event, ev.Allocated):  # nobody was told of that memory
+            self._step(ev.Aborted(event.transfer_id), now)
+            self.news.append(self._handles.outward(ev.Free(event.transfer_id, event.memory)))
         if isinstance(event, (ev.Loaded, ev.Aborted)):
             self._over(event.transfer_id)
 
@@ -221,7 +228,10 @@ class Office:
                 self._hosts(ev.Loaded(report.transfer_id), now)
         else:
             assert isinstance(report, ev.Record)
+            held = self.ledger.open()[1]
             self._step(ev.FromRank(rank, report), now)
+            if self.ledger.open()[1] < held:
+                self._handles.sent(report.transfer_id)  # type: ignore[attr-defined]
             if isinstance(report, (ev.Landed, ev.Broken, ev.Settled)):
                 self._over(report.transfer_id)
 
@@ -249,22 +259,25 @@ class Office:
             self._count(f"path:{'packed' if packed else 'direct'}, {why}")
         fanout = max(1, self.ranks // peer.tp_size)
         segments = self._segments(tokens, len(rows[0])) if packed else 0
-        self._step(ev.Arrived(transfer_id, peer.engine_id, tuple(rows), tokens, packed, segments, fanout), now)
+        arrived = ev.Arrived(transfer_id, peer.engine_id, tuple(rows), tokens, packed, segments, fanout)
+        if refusal := self._step(arrived, now):
+            self._handles.refuse(word.transfer_id, False, refusal)
+            self.news.append(self._handles.refused_arrival(word.transfer_id))
         self._over(transfer_id)
 
     def _segments(self, tokens: int, links: int) -> int:
         return -(-self._landing_bytes(tokens, links) // self._segment_bytes) if tokens else 0
 
-    def _step(self, event: ev.Record, now: float) -> None:
+    def _step(self, event: ev.Record, now: float) -> str:
+        """Why the ledger refuses it, if it does: whoever said it must be told what the ledger will never tell."""
         out: list[ev.Record] = []
+        refusal = ""
         try:
             self.ledger.step((event,), now, out)
         except LocalProtocolError as error:
-            # The news that closes a transfer and a word about it may cross; what arrived twice has its verdict at once.
+            refusal = str(error)  # the news that closes a transfer and a word about it may cross
             log.info("the ledger refuses %s: %s", event, error)
             self._count("refused event")
-            if isinstance(event, ev.Arrived):
-                out = [ev.Fail(event.transfer_id, str(error), True)]
         if self.trace is not None:
             self.trace.step("ledger", now, (event,))
         for action in out:
@@ -274,6 +287,7 @@ class Office:
                 self._all(action.command)
             else:
                 self._tell(action, now)
+        return refusal
 
     def _tell(self, action: ev.Record, now: float) -> None:
         if self.trace is not None:
@@ -288,4 +302,4 @@ class Office:
         self._counters[name] = self._counters.get(name, 0.0) + 1
 
 
-_COMMANDS = frozenset({ev.Computed, ev.Preempted, ev.GiveWay, ev.Abort})
+_COMMANDS = frozenset({ev.Computed, ev.Preempted, ev.GiveWay, ev.Abort, Told})

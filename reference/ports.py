@@ -96,6 +96,12 @@ class Chunk(msgspec.Struct, frozen=True):
     step: int
 
 
+class Told(msgspec.Struct, frozen=True):
+    """Word to the office, and on to the ranks: they have heard of all chunks of the steps before `step`."""
+
+    step: int
+
+
 class Complete(msgspec.Struct, frozen=True):
     """Word to the office: a prefill of `tokens` tokens is finished, and its `blocks` are held."""
 
@@ -122,7 +128,7 @@ class StepOrders(msgspec.Struct):
 
     sent, received: requests whose blocks vLLM may free or use. failed: requests whose load failed; they are in
     `received` too, in the same step or later. invalid: blocks of `failed`, for versions that know only those.
-    preempted: transfers of prefills that have lost their blocks, which this step may overwrite. step: number of this
+    preempted: prefills that have lost their blocks, which this step may overwrite. step: number of this
     step. chunks: it computes what is sent chunk by chunk, so that the ranks must hear when it is enqueued. early: vLLM
     neither zeroes nor copies blocks in this step, so that `load` may be begun before it prepares its forward. begun: of
     `load`, what is under way.
@@ -170,8 +176,8 @@ class Office(Protocol):
 
     @property
     def inbox(self) -> deque[Any]:
-        """What the engine's thread has to say, in this order: `Held`, `Wanted`, `Chunk`, `Complete`; for the ledger
-        `Allocated`, `Starved`, `Loaded`, `Aborted`; for the sending side of all ranks `Computed` (it has begun),
+        """What the engine's thread has to say, in this order: `Held`, `Wanted`, `Chunk`, `Complete`, `Told`; for the
+        ledger `Allocated`, `Starved`, `Loaded`, `Aborted`; for the sending side of all ranks `Computed` (it has begun),
         `Preempted`, `GiveWay`, `Abort`. Always the same object: appending a word costs nothing else. `knock` follows.
 
         A `Held` or a `Wanted` is the first word about a request id. If another live one has the same key, or is no
@@ -246,9 +252,10 @@ class Rank(Protocol):
         """The forward pass of `step` is enqueued on the calling thread's stream (on a host: done)."""
         ...
 
-    def fence(self, transfer_ids: Sequence[str], step: int) -> None:
+    def fence(self, request_ids: Sequence[str], step: int) -> None:
         """Returns when what is enqueued from now on comes after all reading of the blocks that these preempted prefills
-        had before `step`.
+        had before `step`, also of what the rank has not heard yet: the office may be behind, and not know their keys.
+        `Told` follows.
         """
         ...
 

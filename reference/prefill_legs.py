@@ -19,7 +19,7 @@ from typing import Any
 
 from pushkv.model.protocol import events as ev
 from pushkv.reference.identity import Identity, IdentityError, RequestLike, identify
-from pushkv.reference.ports import BlockIds, Chunk, Complete, Held, Office, StepOrders
+from pushkv.reference.ports import BlockIds, Chunk, Complete, Held, Office, StepOrders, Told
 from pushkv.reference.progress import Progress
 from pushkv.reference.rules import Rules
 
@@ -54,7 +54,6 @@ class PrefillLegs:
     """All of one engine. Every call is O(1) in the prompt. What the office is told of is a request id: its handle."""
 
     def __init__(self, office: Office, rules: Rules, counters: dict[str, float]) -> None:
-        self._key = office.key
         self._say = office.inbox.append
         self._rules = rules
         self._counters = counters
@@ -230,8 +229,8 @@ class PrefillLegs:
         if self._sent:
             out.sent, self._sent = self._sent, []
         if self._lost_blocks:
-            out.preempted = [self._key(name) for name in self._lost_blocks]
-            self._lost_blocks = []
+            out.preempted, self._lost_blocks = self._lost_blocks, []
+            self._say(Told(out.step))
 
     def reset(self) -> None:
         """The weights have changed: what was computed before is not sent."""

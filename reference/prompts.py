@@ -39,8 +39,8 @@ class Enqueued:
 class Fence:
     """The engine's thread waits until nothing reads the blocks that these prompts had before step ``step``."""
 
-    def __init__(self, transfer_ids: Sequence[str], step: int) -> None:
-        self.transfer_ids, self.step = transfer_ids, step
+    def __init__(self, request_ids: Sequence[str], step: int) -> None:
+        self.request_ids, self.step = frozenset(request_ids), step
         self._copies: list[Copy] = []
         self._answered = threading.Event()
 
@@ -62,13 +62,13 @@ class Prompt:
     """A prompt that is sent from here.
 
     grants: the peers' landing memory as it was named, offset and segments. chunks: (tokens, step), ascending: so many
-    tokens are in the blocks once the engine's step ``step`` has run, or by now (0). fenced: what was told in an earlier
-    step holds no more. stale: so it was with the blocks that were told last.
+    tokens are in the blocks once the engine's step ``step`` has run, or by now (0). request_id: whose chunks they are.
+    stale: the blocks that were told last were its own no more.
     """
 
     __slots__ = (
-        "begun_s", "blocks", "bytes", "chunks", "computed_s", "descriptors", "enqueued_s", "fenced", "grants", "over",
-        "packed", "parts", "stale", "tables", "tokens", "transfer_id",
+        "begun_s", "blocks", "bytes", "chunks", "computed_s", "descriptors", "enqueued_s", "grants", "over", "packed",
+        "parts", "request_id", "stale", "tables", "tokens", "transfer_id",
     )  # fmt: skip
 
     def __init__(self, transfer_id: str, tokens: int, now: float) -> None:
@@ -76,7 +76,7 @@ class Prompt:
         self.blocks: BlockIds | None = None
         self.tables: list[BlockTable] | None = None
         self.chunks: list[tuple[int, int]] = []
-        self.fenced = 0
+        self.request_id = ""
         self.begun_s, self.computed_s, self.enqueued_s = now, 0.0, 0.0
         self.parts: dict[int, Stamps] = {}
         self.grants: dict[ev.Link, tuple[Any, int, Longs]] = {}
@@ -142,10 +142,11 @@ class Staged:
 class Posted:
     """One write of ours that may be active, for registration ``attempt`` of ``link``."""
 
-    __slots__ = ("attempt", "broken", "link", "stamps", "stopping", "write")
+    __slots__ = ("attempt", "broken", "link", "stamps", "stopping", "transfer_id", "write")
 
-    def __init__(self, write: Write, stamps: Stamps, link: ev.Link, attempt: int) -> None:
-        self.write, self.stamps, self.link, self.attempt = write, stamps, link, attempt
+    def __init__(self, transfer_id: str, write: Write, stamps: Stamps, link: ev.Link, attempt: int) -> None:
+        self.transfer_id, self.write, self.stamps = transfer_id, write, stamps
+        self.link, self.attempt = link, attempt
         self.broken = self.stopping = False
 
 

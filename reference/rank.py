@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from pushkv.model.protocol import Endpoint, MessageError, Settings, decode, encode
+from pushkv.model.protocol import Endpoint, LocalProtocolError, MessageError, Settings, decode, encode
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.model.protocol.states import Linking
@@ -37,7 +37,7 @@ from pushkv.reference.loading import Loading
 from pushkv.reference.meeting import Meeting, Met
 from pushkv.reference.metric_names import merged, shown
 from pushkv.reference.office import Forget, Office, Open, Table, Total
-from pushkv.reference.ports import Load, RankCard
+from pushkv.reference.ports import Load, RankCard, Told
 from pushkv.reference.prompts import Enqueued, Fence
 from pushkv.reference.sending import Sending
 from pushkv.reference.settling import Settling
@@ -64,6 +64,24 @@ HELPED_MS = 4
 ACTIVE_S = 50e-6
 SLOWEST_S = 1e-3
 """Between two looks while writes or copies of our own are under way: first, and when nothing has moved for long."""
+
+OF_A_PROMPT = (ev.Computed, ev.Preempted, ev.Abort)
+"""What the machines are told of a prompt after its ``Begin``."""
+
+
+def answers(event: ev.Record | None, error: Exception) -> tuple[ev.Record, ...]:
+    """What is said in place of the machines when they refuse ``event``: reports to the ledger, which would wait for
+    theirs, or a command that ends the transfer. An earlier one of the same id, which they may have, goes on.
+    """
+    if isinstance(event, ev.Begin):  # no host reads for it: with ``Sent`` its blocks are forgotten
+        return ev.Sent(event.transfer_id, False, "ambiguous"), ev.Released(event.transfer_id)
+    if isinstance(event, ev.Expect):
+        broken = ev.Broken(event.transfer_id, str(error))
+        settled = isinstance(error, LocalProtocolError)  # nothing was registered; else the machines must say so
+        return (broken, ev.Settled(event.transfer_id)) if settled else (broken,)
+    if isinstance(event, (ev.Computed, ev.Preempted)):  # what its blocks hold is not what the machines believe
+        return (ev.Abort(event.transfer_id, "refused"),)
+    return ()
 
 
 class Rank:
@@ -110,6 +128,7 @@ class Rank:
         transport.expect(self.landing.room)
         self.pending: deque[ev.Record] = deque()
         self._inbox: deque[object] = deque()
+        self._telling: ev.Record | None = None
         self._open = self._looks = 0
         self.records: deque[dict[str, Any]] = deque(maxlen=RECORDS)
         self.card: RankCard | None = None
@@ -174,11 +193,11 @@ class Rank:
         """The engine's step ``step`` is enqueued on the calling thread's stream (on a host: done)."""
         self.receive(Enqueued(step, self._mark()))
 
-    def fence(self, transfer_ids: Sequence[str], step: int) -> None:
+    def fence(self, request_ids: Sequence[str], step: int) -> None:
         """Return when what the caller enqueues from now on comes after all gathers out of the blocks that these
         preempted prompts had before ``step``. Finished prompts are held: only chunks can be under way.
         """
-        fence = Fence(transfer_ids, step)
+        fence = Fence(request_ids, step)
         self.receive(fence)
         while not fence.wait(1.0):
             if not self.alive:
@@ -322,6 +341,8 @@ class Rank:
                 self.sending.enqueued(command)
             elif isinstance(command, Fence):
                 self.sending.fence(command)
+            elif isinstance(command, Told):
+                self.sending.told(command)
             else:
                 assert isinstance(command, ev.Record)
                 if isinstance(command, ev.Unfit):
@@ -341,11 +362,15 @@ class Rank:
         """One step of the machines with all that has happened (rule 9: before a timer fires), and its actions."""
         out: list[ev.Record] = []
         told: list[ev.Record] = []
+        self._telling = None
         try:
             self.endpoint.step(self._drained(told), now, out)
-        except Exception:
-            log.exception("an event that the machines refuse")
+        except Exception as error:
+            known = isinstance(error, LocalProtocolError)
+            log.warning("the machines refuse an event: %s", error, exc_info=not known)
             self.count("refused event")
+            for answer in answers(self._telling, error):
+                self.receive(answer) if isinstance(answer, ev.Abort) else out.append(answer)
         if self.trace is not None:
             self.trace.step(self._who, now, told)
         for action in out:
@@ -364,8 +389,13 @@ class Rank:
     def _drained(self, told: list[ev.Record]) -> Iterator[ev.Record]:
         pending = self.pending
         while pending:
-            told.append(pending.popleft())
-            yield told[-1]
+            event = pending.popleft()
+            if isinstance(event, OF_A_PROMPT) and self.sending.lingers(event.transfer_id):
+                continue
+            told.append(event)
+            self._telling = event
+            yield event
+            self._telling = None
 
     def claim(self, handle: int, now: float) -> bool:
         """The moment of posting."""

@@ -141,10 +141,10 @@ class SchedulerSide:
         self._office.stop(drain_s)
 
     def readings(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Counters and gauges of this side and of the office, for the metrics."""
-        counters = merged(self._office.counters, self.counters)
-        gauges = {"open_outgoing": float(len(self.prefill)), "open_incoming": float(len(self.decode))}
-        return counters, {**self._office.gauges, **gauges}
+        """Counters of this side and of the office, for the metrics, and gauges: the office's, as this side hears of an
+        end with its next step only.
+        """
+        return merged(self._office.counters, self.counters), dict(self._office.gauges)
 
     def _hear(self) -> None:
         queue = self._news

@@ -9,14 +9,15 @@ Chunks. A chunk is told of when its step is scheduled; the machines hear of it w
 so that what is planned can be gathered. The gather waits on the device for the step itself: it runs right behind it and
 before the next one is done. A prompt that is finished is held until nothing reads it. One that is preempted loses its
 blocks at once: before they are overwritten ``fence`` waits for the gathers under way, and what is not gathered yet, for
-want of room, is given back to the machines (``Unpacked``).
+want of room, is given back to the machines (``Unpacked``). A fence names requests, not keys: it may come before the
+words about them, and a chunk that is told of later is known by its request and its step.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from pushkv.reference.grants import (
 from pushkv.reference.metric_names import label
 from pushkv.reference.office import Table
 from pushkv.reference.pools import SegmentPool, cross, spread
+from pushkv.reference.ports import Told
 from pushkv.reference.prompts import Enqueued, Fence, Posted, Prompt, Staged, Stamps, record_of
 
 if TYPE_CHECKING:
@@ -44,9 +46,6 @@ if TYPE_CHECKING:
     from pushkv.reference.transport import Write
 
 log = logging.getLogger(__name__)
-
-FENCED = 1024
-"""Preempted prompts that have not begun here yet, of which is remembered that they were."""
 
 DESCRIPTOR_BYTES = 64 << 20
 """Longer stretches are cut, so that a transport can put several on their way at once."""
@@ -75,7 +74,9 @@ class Sending:
         self._enqueued = self._over_step = 0
         self._marks: deque[Enqueued] = deque()
         self._scheduled: deque[tuple[int, ev.Computed]] = deque()
-        self._fenced: OrderedDict[str, int] = OrderedDict()
+        self._fenced: dict[str, int] = {}
+        """By request: chunks of a step before this one are lost. Until all of those have been told of."""
+        self._told = 0
 
     @property
     def active(self) -> bool:
@@ -96,8 +97,7 @@ class Sending:
 
     def begin(self, command: ev.Begin, now: float) -> None:
         """A prompt that will be sent."""
-        prompt = self.prompts[command.transfer_id] = Prompt(command.transfer_id, command.tokens, now)
-        prompt.fenced = self._fenced.pop(command.transfer_id, 0)
+        self.prompts[command.transfer_id] = Prompt(command.transfer_id, command.tokens, now)
 
     def table(self, table: Table) -> None:
         """The blocks of a prompt, as far as it is computed."""
@@ -105,7 +105,8 @@ class Sending:
         if prompt is None:
             return
         if table.step:
-            prompt.stale = table.step < prompt.fenced
+            prompt.request_id = table.request_id
+            prompt.stale = table.step < self._fenced.get(table.request_id, 0)
             if prompt.stale:
                 return  # it was preempted meanwhile
             prompt.chunks.append((table.tokens, table.step))
@@ -161,22 +162,23 @@ class Sending:
         """What is not gathered of these prompts waits to be taken back; what is under way is said. Of the step that
         fences there may be blocks already: they are the new ones.
         """
-        for transfer_id in fence.transfer_ids:
-            prompt = self.prompts.get(transfer_id)
-            if prompt is not None:
+        mine = fence.request_ids
+        for prompt in self.prompts.values():
+            if prompt.request_id in mine:
                 prompt.lose(fence.step)
-                prompt.fenced = fence.step
-            else:
-                self._fenced[transfer_id] = fence.step
-                if len(self._fenced) > FENCED:
-                    self._fenced.popitem(last=False)
-        mine = set(fence.transfer_ids)
+        if fence.step > self._told:  # the office may be behind
+            self._fenced.update(dict.fromkeys(mine, fence.step))
         copies = []
         for handle in self._gathering:
             staged = self._staged[handle]
-            if staged.prompt is not None and staged.prompt.transfer_id in mine and staged.copy is not None:
+            if staged.prompt is not None and staged.prompt.request_id in mine and staged.copy is not None:
                 copies.append(staged.copy)
         fence.answer(copies)
+
+    def told(self, word: Told) -> None:
+        """No chunk of an earlier step will be told of."""
+        self._told = word.step
+        self._fenced = {name: step for name, step in self._fenced.items() if step > word.step}
 
     def commanded(self, command: ev.Preempted | ev.Abort) -> None:
         """The engine took the blocks back, or gave the prompt up."""
@@ -209,6 +211,14 @@ class Sending:
                 self.rank.count("descriptors", prompt.descriptors)
                 self.rank.record(record_of(prompt, report, now))
             self._start()
+
+    def lingers(self, transfer_id: str) -> bool:
+        """Whether a transfer that has its verdict still writes. It has that id at the machines: what is said of a later
+        one is not for them.
+        """
+        return transfer_id not in self.prompts and any(
+            posted.transfer_id == transfer_id for posted in self._writes.values()
+        )
 
     # ------------------------------------------------------------ packing
 
@@ -359,7 +369,7 @@ class Sending:
             self._unstage(handle)
             rank.pending.append(ev.WriteDone(handle))
         else:
-            self._writes[handle] = Posted(write, stamps, action.link, attempt)
+            self._writes[handle] = Posted(action.transfer_id, write, stamps, action.link, attempt)
 
     def _write(self, action: ev.Post) -> Write | None:
         """The write on its way; ``None`` when there is nothing to write."""

@@ -118,7 +118,7 @@ class Transport:
         self.backend = BACKENDS[backend]
         self.arrival = self.backend.arrival
         self.drain_s = self.backend.drain_s if drain_s is None else drain_s
-        self.counters = {"posts": 0, "batches": 0, "errors": 0}
+        self.counters = {"posts": 0, "batches": 0, "errors": 0, "notices": 0}
         self._limits = (batch_descriptors, batch_bytes or BATCH_BYTES["DRAM"], slice_s)
         self._batch_bytes = batch_bytes
         self._clock = clock
@@ -257,11 +257,6 @@ class Transport:
         self._writes.discard(write)
         return True
 
-    @property
-    def notices_refused(self) -> int:
-        """Notices that were none, or that had no room."""
-        return self._notices.refused
-
     def expect(self, room: Callable[[str, bytes], Room | None]) -> None:
         """Which notices this side waits for: see `Notices`."""
         self._notices.expect(room)
@@ -269,7 +264,7 @@ class Transport:
     def progress(self) -> list[tuple[str, bytes]]:
         """Lets NIXL work, also as a target; returns the (agent, notice)s of writes that have arrived. Never raises."""
         self._drive()
-        self.counters["notices"] = self._notices.dropped
+        self.counters["notices"] = self._notices.refused
         return self._notices.take()
 
     def close(self) -> None:

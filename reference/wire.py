@@ -11,13 +11,13 @@ import msgspec
 
 from pushkv.model.protocol import decode, encode
 from pushkv.model.protocol import events as ev
-from pushkv.reference import office
+from pushkv.reference import office, ports
 
 KINDS: dict[str, type[msgspec.Struct]] = {
     name: kind for name, kind in vars(ev).items() if isinstance(kind, type) and issubclass(kind, ev.Record)
 }
 KINDS.update({f"host {kind.__name__}": kind for kind in (office.Open, office.Table, office.Total)})
-KINDS.update({f"host {kind.__name__}": kind for kind in (office.Forget, office.Loaded)})
+KINDS.update({f"host {kind.__name__}": kind for kind in (office.Forget, office.Loaded, ports.Told)})
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
 

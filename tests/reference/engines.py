@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pushkv.model.protocol import Settings
+from pushkv.model.protocol import LocalProtocolError, Settings
 from pushkv.model.protocol import events as ev
 from pushkv.model.protocol.endpoint import Endpoint
 from pushkv.model.protocol.ledger import Ledger
@@ -19,7 +19,8 @@ from pushkv.model.protocol.messages import Message, decode, encode
 from pushkv.model.protocol.states import Incoming
 from pushkv.reference.handles import Handles
 from pushkv.reference.identity import Identity, IdentityError, address_of
-from pushkv.reference.ports import BlockIds, Chunk, Complete, Held, Load, RankCard, Wanted
+from pushkv.reference.ports import BlockIds, Chunk, Complete, Held, Load, RankCard, Told, Wanted
+from pushkv.reference.rank import OF_A_PROMPT, answers
 
 BLOCK = 4
 SEGMENT = 8
@@ -31,14 +32,21 @@ _NEWS = (ev.Admit, ev.Ready, ev.Fail, ev.Free, ev.TakeBack, ev.Finished, ev.Rele
 
 
 class _Ear(deque[Any]):
-    """Who speaks into it is heard at once."""
+    """Who speaks into it is heard at once; ``busy``: when somebody says so."""
 
     def __init__(self, hear: Callable[[Any], None]) -> None:
         super().__init__()
         self._hear = hear
+        self.busy = False
 
     def append(self, word: Any) -> None:
-        self._hear(word)
+        super().append(word)
+        if not self.busy:
+            self.hear()
+
+    def hear(self, most: int = 1 << 30) -> None:
+        for _ in range(min(most, len(self))):
+            self._hear(self.popleft())
 
 
 @dataclass
@@ -100,6 +108,9 @@ class Engine:
         self.chunks: dict[str, tuple[int, int]] = {}
         self.packs: list[ev.Pack] = []
         self.step = 0
+        self.owners: dict[str, str] = {}
+        self.fences: dict[str, int] = {}
+        self.prompts: set[str] = set()
         self.over: set[str] = set()
         self.landing: dict[Any, dict[int, int]] = {}
         self.memory: dict[str, Any] = {}
@@ -114,7 +125,7 @@ class Engine:
         self.stopped = False
         self._todo: deque[tuple[str, ev.Record]] = deque()
         self.news: deque[ev.Record] = deque()
-        self.inbox: deque[Any] = _Ear(self._heard)
+        self.inbox: _Ear = _Ear(self._heard)
         cluster.engines[name] = self
 
     @property
@@ -135,7 +146,11 @@ class Engine:
                 self._todo.append(("ledger", ev.Hold(self.key(name), word.tokens, 1, chunked=word.chunked)))
         elif isinstance(word, Wanted):
             self._wanted(word)
+        elif isinstance(word, Told):
+            self.fences = {name: step for name, step in self.fences.items() if step > word.step}
         elif isinstance(word, Chunk):
+            if word.step < self.fences.get(word.transfer_id, 0):
+                return  # it was preempted meanwhile
             self._blocks(word.transfer_id, word.blocks(), word.tokens, word.step)
             self._say("rank", ev.Computed(word.transfer_id, word.tokens, False))
         elif isinstance(word, Complete):
@@ -168,7 +183,7 @@ class Engine:
 
     def _blocks(self, transfer_id: str, blocks: BlockIds, tokens: int, step: int) -> None:
         key = self.key(transfer_id)
-        self.tables[key], self.chunks[key] = blocks, (tokens, step)
+        self.tables[key], self.chunks[key], self.owners[key] = blocks, (tokens, step), transfer_id
 
     def _wanted(self, word: Wanted) -> None:
         handle = word.transfer_id
@@ -208,11 +223,12 @@ class Engine:
         self.step = step
         self._gather()
 
-    def fence(self, transfer_ids: Sequence[str], step: int) -> None:
-        self.fenced += transfer_ids
-        for transfer_id in transfer_ids:
-            if self.chunks.get(transfer_id, (0, step))[1] < step:
-                self.chunks[transfer_id] = (0, 0)
+    def fence(self, request_ids: Sequence[str], step: int) -> None:
+        self.fenced += request_ids
+        self.fences.update(dict.fromkeys(request_ids, step))
+        for key, owner in self.owners.items():
+            if owner in request_ids and self.chunks[key][1] < step:
+                self.chunks[key] = (0, 0)
 
     def _gather(self) -> None:
         """What is computed; what nobody will post is answered."""
@@ -250,19 +266,42 @@ class Engine:
             worked = True
             target, record = self._todo.popleft()
             out: list[ev.Record] = []
+            closed: Any = None
             if target == "rank":
-                if isinstance(record, ev.Abort):
-                    self.over.add(record.transfer_id)
-                self.endpoint.step((record,), self.cluster.now, out)
+                self._tell_rank(record, out)
             elif not self._stale(record):
+                sending = self.ledger.open()[1]
                 self.ledger.step((record,), self.cluster.now, out)
+                if self.ledger.open()[1] < sending:
+                    assert isinstance(record, ev.FromRank)
+                    closed = record.report
             later, self._todo = self._todo, deque()
             self._carry_out(out)
+            if closed is not None:
+                self.handles.sent(closed.transfer_id)
             about = getattr(record.report if isinstance(record, ev.FromRank) else record, "transfer_id", "")
             if target == "ledger" and not self.ledger.expects(about):
                 self.handles.received(about)
             self._todo.extend(later)  # what follows from an event comes before the next event
         return worked
+
+    def _tell_rank(self, record: ev.Record, out: list[ev.Record]) -> None:
+        """One that returns while a write of its first life hangs is refused by the machines."""
+        if isinstance(record, OF_A_PROMPT):
+            key = record.transfer_id
+            if key not in self.prompts and any(post.transfer_id == key for post in self.held_writes):
+                return
+        if isinstance(record, ev.Abort):
+            self.over.add(record.transfer_id)
+        elif isinstance(record, ev.Begin):
+            self.over.discard(record.transfer_id)
+            self.prompts.add(record.transfer_id)
+        try:
+            self.endpoint.step((record,), self.cluster.now, out)
+        except LocalProtocolError as error:
+            if not isinstance(record, ev.Begin):
+                raise
+            out += answers(record, error)
 
     def _stale(self, record: ev.Record) -> bool:
         """What an office keeps from the ledger: events about a transfer whose news the host has not heard yet."""
@@ -284,6 +323,8 @@ class Engine:
             elif isinstance(action, _REPORTS):
                 if isinstance(action, (ev.Sent, ev.Released)):
                     self.over.add(action.transfer_id)
+                if isinstance(action, ev.Sent):
+                    self.prompts.discard(action.transfer_id)
                 self._todo.append(("ledger", ev.FromRank(0, action)))
             elif isinstance(action, (ev.ToRank, ev.ToRanks)):
                 self._todo.append(("rank", action.command))

@@ -326,6 +326,7 @@ class Engine:
             "quarantined": ledger.quarantined(),
             "segments": ledger.segments - ledger.landing_free,
             "words": len(self.office.inbox) + len(self.office._loaded),
+            "handles": len(self.office._handles),
         }
         for rank in self.ranks:
             staging = rank.sending.staging

@@ -4,14 +4,17 @@ staging. It keeps nothing from others, and goes on when it is computed again.
 
 from __future__ import annotations
 
+from threading import Event
+
 import pytest
 
 from pushkv.model.protocol import events as ev
+from pushkv.reference.ports import Complete, Told
 
 from .channels import until
 from .engine_pairs import TWO, Make, computed_again, ended, hand_over, shards, two_lives
 from .inprocess import Engine
-from .said import chunk, wanted
+from .said import chunk, held, wanted
 
 pytest.importorskip("torch", reason="the caches are torch tensors")
 
@@ -28,16 +31,17 @@ def told_of(p: Engine, tokens: int, blocks: tuple[list[int]], *, enqueued: bool 
             rank.enqueued(p.step)
 
 
+def granted(p: Engine) -> bool:
+    """Every rank of P has D's memory."""
+    sent = [shards(rank) for rank in p.ranks]
+    return all(each and all(shard.memory is not None for shard in each) for each in sent)
+
+
 def begun(p: Engine, d: Engine, tokens: int = 200) -> None:
     """``t`` runs at P, and D has granted it memory."""
     p.begin("t", tokens)
     d.say(wanted("t", p.address, tokens, tokens, True))
-
-    def granted() -> bool:
-        sent = [shards(rank) for rank in p.ranks]
-        return all(each and all(shard.memory is not None for shard in each) for each in sent)
-
-    assert until(granted)
+    assert until(lambda: granted(p))
 
 
 @RANKS
@@ -148,3 +152,54 @@ def test_what_a_fence_has_overtaken_is_not_told(pair: Make) -> None:
     assert p.sent("t", second, 200)
     for engine in (p, d):
         engine.emptied()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2], ids=["in time", "of the preemption", "of the prompt"])
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), *TWO])
+def test_a_fence_may_be_ahead_of_the_office(pair: Make, p_tp: int, d_tp: int, ahead: int) -> None:
+    """Digests of other prompts keep an office that has a thread of its own. The ranks are fenced before it has come to
+    the preemption, or to the prompt itself, whose key nobody knows by then: what they hear later is not gathered.
+    """
+    p, d = pair(p_tp, d_tp, apart=p_tp == 1)
+    assert hand_over((p, d), "other", 64, True) == ("", True)
+    first, second, target = two_lives(p, d)
+    prompt, preemption = Event(), Event()
+    posted = [transport.posted for transport in p.transports]
+    d.say(wanted("t", p.address, 200, 200, True))
+    p.fill("t", 64, first)
+    p.step = 1
+    if ahead == 2:
+        p.say(held("long", 8, ready=prompt))
+    p.say(held("request", 200, chunked=True, key="t"), ev.Computed("request", 0, False))
+    p.say(chunk("request", first, 64, 1))
+    if ahead == 1:
+        assert until(lambda: granted(p))
+    if ahead:
+        p.say(held("longer", 8, ready=preemption))
+    p.say(ev.Preempted("request"), Told(2))
+    if ahead == 0:
+        assert until(lambda: not p.office.inbox)
+    for rank in p.ranks:
+        rank.fence(["request"], 2)
+    p.fill("somebody else", 64, first)
+    for rank in p.ranks:
+        rank.enqueued(1)
+    prompt.set()
+    assert until(lambda: granted(p)) or not ahead
+    assert not until(lambda: [transport.posted for transport in p.transports] != posted, patience_s=0.1)
+    preemption.set()
+    p.say(ev.Computed("request", 0, False))
+    p.fill("t", 200, second)
+    p.step = 2
+    p.say(chunk("request", second, 200, 2))
+    for rank in p.ranks:
+        rank.enqueued(2)
+    p.say(Complete("request", second, 200))
+    assert d.scatter("t", 0, 200, target) == ""
+    d.check("t", 0, 200, target)
+    assert p.sent("request", second, 200)
+    for name in ("long", "longer")[2 - ahead :]:
+        p.say(ev.Abort(name, "prefill aborted"))
+    for engine in (p, d):
+        engine.emptied()
+    assert not any(rank.sending._fenced for rank in p.ranks)

@@ -15,7 +15,7 @@ from .vllm_like import Pair, Request, Status
 MOVES = {
     "dispatch": 6, "prefill": 2, "decode": 2, "p step": 12, "d step": 16, "settle": 14, "wait": 3, "abort p": 1,
     "abort d": 3, "preempt p": 2, "preempt d": 2, "cut": 1, "heal": 2, "stick": 2, "loosen": 2, "reset d": 0.3,
-    "hit": 8,
+    "hit": 8, "again": 6, "busy": 2, "hear": 4, "catch up": 2,
 }  # fmt: skip
 """Moves and how often they come."""
 
@@ -25,7 +25,7 @@ class Walk:
         d = {"blocks": 16, "recompute": recompute, "holding_first": holding_first}
         p = {"blocks": 16, "chunk": 6, "chunked": chunked, "holding_first": holding_first}
         self.pair = Pair(
-            packed=packed, p=p, d=d, landing_segments=6, wait_s=40.0, lease_s=40.0, orphan_s=20.0, write_s=5.0,
+            packed=packed, p=p, d=d, landing_segments=6, wait_s=40.0, lease_s=40.0, orphan_s=20.0, write_s=2.0,
             suspect_after_s=6.0,
         )  # fmt: skip
         self.waiting: dict[int, set[str]] = {}
@@ -41,6 +41,20 @@ class Walk:
         self.count += 1
         self.waiting[self.count] = {part}
         return self.count
+
+    def again(self, which: int) -> None:
+        """A router tries a transfer once more, mostly one that still writes; vLLM may give it the same request id."""
+        pair = self.pair
+        hanging = {post.transfer_id.split("/")[0] for post in pair.p.engine.held_writes}
+        params = {leg: leg.kv_transfer_params or {} for leg in self.all}
+        legs = [leg for leg in self.all if params[leg]["transfer_id"] in hanging and leg.over] or self.all[-4:]
+        if legs:
+            leg = legs[which % len(legs)]
+            prefill = "do_remote_decode" in params[leg]
+            engine, make = (pair.p, pair.prefill) if prefill else (pair.d, pair.decode)
+            more = {"request_id": leg.request_id} if which % 2 and leg.request_id not in engine.requests else {}
+            assert leg.prompt_token_ids is not None
+            self.all.append(make(leg.prompt_token_ids, params[leg]["transfer_id"], **more))
 
     def move(self, move: str, which: int) -> None:
         pair, cluster = self.pair, self.pair.cluster
@@ -68,6 +82,12 @@ class Walk:
             cluster.stuck = True
         elif move == "loosen":
             self.loosen()
+        elif move == "again":
+            self.again(which)
+        elif move in ("busy", "hear", "catch up"):
+            inbox = (pair.p, pair.d)[which % 2].engine.inbox
+            inbox.busy = move != "catch up"
+            inbox.hear({"busy": 0, "hear": 1 + which // 4}.get(move, len(inbox)))
         elif move == "reset d":
             pair.d.side.reset()
         elif move == "hit":
@@ -92,6 +112,9 @@ class Walk:
     def end(self) -> None:
         self.pair.cluster.cut.clear()
         self.loosen()
+        for one in (self.pair.p, self.pair.d):
+            one.engine.inbox.busy = False
+            one.engine.inbox.hear()
         self.pair.until_quiet(most=3000, seconds=0.5)
         self.pair.cluster.wait(60.0)
         self.pair.check_nothing_left()
