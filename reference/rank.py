@@ -39,6 +39,7 @@ from pushkv.reference.metric_names import merged, shown
 from pushkv.reference.office import Forget, Office, Open, Table, Total
 from pushkv.reference.ports import Load, RankCard, Told
 from pushkv.reference.prompts import Enqueued, Fence
+from pushkv.reference.refusals import OF_A_PROMPT, answers
 from pushkv.reference.sending import Sending
 from pushkv.reference.settling import Settling
 
@@ -64,24 +65,6 @@ HELPED_MS = 4
 ACTIVE_S = 50e-6
 SLOWEST_S = 1e-3
 """Between two looks while writes or copies of our own are under way: first, and when nothing has moved for long."""
-
-OF_A_PROMPT = (ev.Computed, ev.Preempted, ev.Abort)
-"""What the machines are told of a prompt after its ``Begin``."""
-
-
-def answers(event: ev.Record | None, error: Exception) -> tuple[ev.Record, ...]:
-    """What is said in place of the machines when they refuse ``event``: reports to the ledger, which would wait for
-    theirs, or a command that ends the transfer. An earlier one of the same id, which they may have, goes on.
-    """
-    if isinstance(event, ev.Begin):  # no host reads for it: with ``Sent`` its blocks are forgotten
-        return ev.Sent(event.transfer_id, False, "ambiguous"), ev.Released(event.transfer_id)
-    if isinstance(event, ev.Expect):
-        broken = ev.Broken(event.transfer_id, str(error))
-        settled = isinstance(error, LocalProtocolError)  # nothing was registered; else the machines must say so
-        return (broken, ev.Settled(event.transfer_id)) if settled else (broken,)
-    if isinstance(event, (ev.Computed, ev.Preempted)):  # what its blocks hold is not what the machines believe
-        return (ev.Abort(event.transfer_id, "refused"),)
-    return ()
 
 
 class Rank:

@@ -20,7 +20,7 @@ from pushkv.model.protocol.states import Incoming
 from pushkv.reference.handles import Handles
 from pushkv.reference.identity import Identity, IdentityError, address_of
 from pushkv.reference.ports import BlockIds, Chunk, Complete, Held, Load, RankCard, Told, Wanted
-from pushkv.reference.rank import OF_A_PROMPT, answers
+from pushkv.reference.refusals import OF_A_PROMPT, answers
 
 BLOCK = 4
 SEGMENT = 8

@@ -73,12 +73,14 @@ def test_while_another_rank_still_writes(pair: Make, d_tp: int) -> None:
     p, d = pair(2, d_tp)
     assert hand_over((p, d), "other", 40, True) == ("", True)
     source, target = Hosts(5).blocks(p, 100), Hosts(6).blocks(d, 100)
-    p.transports[0].fail, p.transports[1].delay_s = "break", LONG_S
+    for transport in p.transports:
+        transport.delay_s = LONG_S
     d.say(wanted("t", p.address, 100, 100, True))
     p.prefill("t", 100, source)
+    assert until(lambda: all(rank.sending.writes_open for rank in p.ranks))
+    for posted in list(p.ranks[0].sending._writes.values()):
+        posted.write.state = "broken"
     assert not p.sent("t", source, 100)
-    assert until(lambda: p.ranks[1].sending.writes_open > 0)
-    p.transports[0].fail = ""
     for _ in range(2):
         refused_at_once(p, "t", source)
     assert p.ranks[1].sending.writes_open and p.office.ledger.open() == (0, 1)
@@ -213,6 +215,7 @@ class Walk:
     heard: Counter[tuple[str, type]] = field(default_factory=Counter)
     begun: list[str] = field(default_factory=list)
     gates: list[Event] = field(default_factory=list)
+    left: set[str] = field(default_factory=set)
     count: int = 0
     keys: int = 0
 
@@ -235,7 +238,7 @@ class Walk:
         while self.d.office.news:
             news = self.d.office.news.popleft()
             key, blocks = self.waiting.pop(news.transfer_id)  # of each, one is heard
-            if isinstance(news, ev.Ready):
+            if isinstance(news, ev.Ready) and news.transfer_id not in self.left:
                 load = Load(news.transfer_id, key, blocks, 0, self.tokens)
                 for loading in [rank.scatter([load]) for rank in self.d.ranks]:
                     assert not loading.wait()
@@ -259,7 +262,8 @@ class Walk:
             for transport in p.transports:
                 transport.delay_s, transport.fail = dice.choice([(LONG_S, ""), (0.0, "break"), *[(0.0, "")] * 3])
         elif move == "leave" and self.waiting:
-            d.say(ev.Aborted(dice.choice(list(self.waiting))))
+            self.left.add(dice.choice(list(self.waiting)))
+            d.say(*[ev.Aborted(name) for name in self.left & self.waiting.keys()])
         elif move == "end writes":
             end_writes(p)
         elif move == "busy" and p.tp > 1:
