@@ -16,7 +16,8 @@ from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.reference import landing as landing_
 from pushkv.reference.device_copies import DeviceCopier
-from pushkv.reference.landing import Landing, Loading
+from pushkv.reference.landing import Landing
+from pushkv.reference.loading import Loading
 from pushkv.reference.office import Loaded
 from pushkv.reference.ports import Load
 
@@ -34,8 +35,15 @@ class Rank:
     bell = None
 
     def __init__(self, arrival: str = "completion") -> None:
-        facts = SimpleNamespace(arrival=arrival)
-        self.fellows = {LINK: SimpleNamespace(incarnation=P, incoming=object(), facts=facts)}
+        self.facts = SimpleNamespace(layout=SimpleNamespace(views=()))
+        fellow = SimpleNamespace(
+            incarnation=P,
+            incoming=SimpleNamespace(part_bytes=lambda part: 0),
+            covers=0,
+            facts=SimpleNamespace(arrival=arrival),
+            misnamed=lambda *links: "",
+        )
+        self.fellows = {LINK: fellow}
         self.pending: deque[Any] = deque()
         self.counters: dict[str, int] = {}
         self.told: list[Any] = []

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 from pushkv.reference.copies import Copy
-from pushkv.reference.landing import Loading
+from pushkv.reference.loading import Loading
 from pushkv.reference.ports import Load
 
 LOADS = [Load("r", "t", ([1],), 0, 4), Load("s", "u", ([2],), 0, 4)]
