@@ -20,7 +20,8 @@ class Rules:
     scheduler. backoff: last tokens of a prompt that the prefill engine leaves to the decode engine (hybrid models: 1).
     unit_tokens: the layout moves whole groups of so many tokens (1, but for opaque CPU formats). groups: cache groups
     that move, None for all. failed_requests: this vLLM knows failed loads by request, not only by block. may_fail:
-    reporting a failed load is safe (older versions with several groups end the engine). randomized_ids: vLLM appends a
+    reporting a failed load is safe (older versions with several groups end the engine). loads_apart: what has landed is
+    loaded in a step of its own, before vLLM runs the request. randomized_ids: vLLM appends a
     random suffix to request ids. chunked: a packed prompt leaves chunk by chunk. chunked_last: its last chunk too may
     leave before the prefill is known to be finished (not where a group keeps less than all tokens: its blocks are known
     at the end).
@@ -36,6 +37,7 @@ class Rules:
     groups: tuple[int, ...] | None = None
     failed_requests: bool = True
     may_fail: bool = True
+    loads_apart: bool = False
     randomized_ids: bool = True
     chunked: bool = False
     chunked_last: bool = True
