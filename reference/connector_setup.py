@@ -111,6 +111,7 @@ def rules_of(vllm_config: Any, kv_cache_config: Any, setup: EngineSetup, base: t
         groups=groups,
         failed_requests=able.failed_requests,
         may_fail=may_fail,
+        loads_apart=able.loads_apart(len(kv_cache_config.kv_cache_groups)),
         randomized_ids=versions.ids_are_randomized(),
         chunked=setup.settings.overlap == "chunk" and setup.settings.path != "direct",
         chunked_last=not hybrid,

@@ -113,7 +113,7 @@ class DecodeLegs:
             if useful <= 0 or computed < leg.base:
                 return NOTHING
             self._hungry[leg.request_id] = leg
-            return useful, False
+            return (leg.length - computed, True) if self._rules.loads_apart else (useful, False)
         if state is State.ADMITTED:
             if computed != leg.base:  # the blocks would not be those that were asked for
                 self._count("transfers_cancelled:local prefix has changed")
@@ -355,6 +355,7 @@ class DecodeLegs:
             blocks = self._ids(leg) if table is None else self._rules.select(table)
             out.load.append(Load(name, self._key(name), blocks, leg.asked_from, leg.tokens))
             leg.blocks = None
+        out.apart = self._rules.loads_apart
         self._loading.clear()
 
     def _count(self, name: str, by: int = 1) -> None:

@@ -1,7 +1,11 @@
 """The receiving half of a rank's host: names the memory that peers may write, keeps what has come, scatters it.
 
-Decides where in a transfer's segments each link's bytes lie (one link after the other, aligned) and which parts there
-are. When memory may be written, and when all is there, the machines say.
+Decides where in a transfer's segments each link's bytes lie (one link after the other, aligned), which parts there are,
+and whether they are all of this rank's cache: a transfer from ranks that cannot bring that is refused, and one of which
+something lacks has not landed, whatever its links say. When memory may be written, and when every link has brought what
+it has, the machines say.
+
+A link may be forgotten as soon as nothing is open on it: what it brought is worked out when its last part comes.
 
 On a device the scatter of each part is planned as the part comes, before its blocks are known: a step that loads a
 prompt waits only until they are put in and one kernel is launched.
@@ -23,6 +27,7 @@ from pushkv.model.protocol import events as ev
 from pushkv.model.protocol import messages as msg
 from pushkv.reference.copies import CopyError
 from pushkv.reference.device_copies import DeviceCopier
+from pushkv.reference.fellow import Fellow, heads
 from pushkv.reference.grants import aligned, name_blocks, name_segments, part_offset, read_notice
 from pushkv.reference.loading import Loading
 from pushkv.reference.metric_names import label
@@ -43,27 +48,21 @@ class Inbound:
     """A transfer that this rank expects or has. Times are seconds of the monotonic clock."""
 
     __slots__ = (
-        "ahead",
-        "attempts",
-        "early",
-        "exposed_s",
-        "heard_s",
-        "landed_s",
-        "links",
-        "memory",
-        "noticed",
-        "packed",
-        "parts",
-        "pieces",
-        "registered_s",
-        "rooms",
-        "tokens",
+        "ahead", "attempts", "brought", "early", "exposed_s", "fanout", "heard_s", "landed_s", "left", "links",
+        "memory", "noticed", "packed", "parts", "pieces", "refused", "registered_s", "rooms", "sizes", "tokens",
         "transfer_id",
-    )
+    )  # fmt: skip
 
     def __init__(self, command: ev.Expect, now: float) -> None:
         self.transfer_id, self.links, self.tokens = command.transfer_id, command.links, command.tokens
-        self.packed, self.memory = command.packed, command.memory
+        self.packed, self.memory, self.fanout = command.packed, command.memory, command.fanout
+        self.refused = False
+        self.sizes: dict[ev.Link, int] = {}
+        """Bytes of each link in the transfer's segments."""
+        self.left: dict[ev.Link, int] = {}
+        """Tokens that each link has still to bring."""
+        self.brought: dict[ev.Link, tuple[int, list[tuple[Shard, Part, int]]]] = {}
+        """Of each link that has brought all its parts: the heads they hold, and where they lie."""
         self.attempts: dict[ev.Link, int] = {}
         self.parts: dict[ev.Link, dict[int, int]] = {}
         self.registered_s = now
@@ -83,6 +82,7 @@ class Landing:
         self.inbound: dict[str, Inbound] = {}
         self.totals: dict[str, int] = {}
         self._of_attempt: dict[tuple[ev.Link, int], str] = {}
+        self._heads = heads(rank.facts.layout)
         self._loads: list[tuple[str, dict[str, Any] | None, list[Copy]]] = []
         """What is being scattered: transfer, what to write down of it (failed: nothing), its copies."""
         self._fresh: list[tuple[str, dict[str, Any] | None, list[Copy]]] = []
@@ -108,15 +108,22 @@ class Landing:
             inbound.memory, inbound.exposed_s = command.memory, now
 
     def named(self, link: ev.Link, message: msg.Register | msg.Grant, now: float) -> msg.Register | msg.Grant:
-        """``message`` with its memory as the peer can read it; a registration is remembered by its number."""
+        """``message`` with its memory as the peer can read it; a registration is remembered by its number. Where the
+        transfer cannot be, the office is told, and no memory is named: the registration itself is sent all the same, as
+        only that shows whether another process has taken the peer's place.
+        """
         if isinstance(message, msg.Register):
             inbound = self.inbound.get(message.transfer_id)
             if inbound is None:
                 return message
+            if inbound.tokens:
+                self._check(inbound, link, now)
             if inbound.attempts.get(link) != message.attempt:
                 self._of_attempt.pop((link, inbound.attempts.get(link, 0)), None)
                 inbound.attempts[link] = message.attempt
                 inbound.parts[link] = {}
+                inbound.brought.pop(link, None)
+                inbound.left[link] = inbound.tokens
                 inbound.ahead.clear()  # another attempt may have other parts, or come from another process
                 inbound.noticed = {key for key in inbound.noticed if key[0] != link}
                 inbound.early = {key: word for key, word in inbound.early.items() if key[0] != link}
@@ -126,12 +133,38 @@ class Landing:
             inbound = self.inbound.get(self._of_attempt.get((link, message.attempt), ""))
         if inbound is None or message.memory is None:
             return message
-        if inbound.packed:
+        if inbound.refused:
+            memory = []
+        elif inbound.packed:
             memory = name_segments(self._offset(inbound, link), sorted(message.memory))
         else:
             first, tables = message.memory
             memory = name_blocks(first, tables)
         return msgspec.structs.replace(message, memory=memory)
+
+    def _check(self, inbound: Inbound, link: ev.Link, now: float) -> None:
+        """Whether ``inbound`` can come from ``link`` and the others it names. If not, that is told once; the ledger has
+        the machines withdraw what is open.
+        """
+        fellow = self.rank.fellows.get(link)
+        if fellow is None or inbound.refused:
+            return
+        why = fellow.misnamed(inbound.links, inbound.fanout)
+        if not why and inbound.packed:
+            size = self._size(inbound, fellow.incoming)
+            if inbound.memory is None:
+                inbound.sizes[link] = size
+            elif inbound.sizes.setdefault(link, size) != size:  # where the others write goes by it
+                why = f"{link[0]!r} has come back with another layout"
+        if why:
+            log.warning("%s is refused: %s", inbound.transfer_id, why)
+            inbound.refused = True
+            broken = ev.Broken(inbound.transfer_id, why)
+            self.reported(broken, now)
+            self.rank.tell_office(broken, now)
+
+    def _size(self, inbound: Inbound, shard: Shard | None) -> int:
+        return 0 if shard is None else aligned(shard.part_bytes(self._whole(inbound)))
 
     def _offset(self, inbound: Inbound, link: ev.Link) -> int:
         """Where the bytes of ``link`` begin in the transfer's segments."""
@@ -139,9 +172,9 @@ class Landing:
         for other in inbound.links:
             if other == link:
                 return offset
-            shard = self._shard(other)
-            if shard is not None:
-                offset += aligned(shard.part_bytes(self._whole(inbound)))
+            if other not in inbound.sizes:
+                inbound.sizes[other] = self._size(inbound, self._shard(other))
+            offset += inbound.sizes[other]
         raise LayoutError(f"{link} does not feed {inbound.transfer_id}")
 
     def _whole(self, inbound: Inbound) -> Part:
@@ -178,7 +211,11 @@ class Landing:
         if message.part >= max(1, most) or message.tokens > most or bool(message.tokens) != bool(most):
             self.rank.count("messages_refused")
             return False
-        inbound.parts[link].setdefault(message.part, message.tokens)
+        if message.part not in inbound.parts[link]:
+            inbound.parts[link][message.part] = message.tokens
+            inbound.left[link] -= message.tokens
+            if inbound.tokens and not inbound.left[link]:
+                self._brings(inbound, link, fellow)
         inbound.heard_s = inbound.heard_s or time.monotonic()
         if inbound.packed and isinstance(self.copier, DeviceCopier):
             self._unplanned.append((inbound, link))
@@ -210,6 +247,34 @@ class Landing:
             inbound.rooms[link] = Room(inbound.tokens, batches_at_most(inbound.tokens, pieces, size))
         return inbound.rooms[link]
 
+    def _brings(self, inbound: Inbound, link: ev.Link, fellow: Fellow) -> None:
+        """All tokens of ``link`` are here, or will be when the machines say that it has landed."""
+        try:
+            pieces = self._parts(inbound, link) if inbound.packed else []
+        except LayoutError:
+            log.exception("what has come of %s from %s", inbound.transfer_id, link)
+            return
+        if not inbound.packed or (pieces and pieces[-1][1].last):  # without a gap
+            inbound.brought[link] = fellow.covers, pieces
+
+    def lacks(self, transfer_id: str) -> str:
+        """``""`` if what has come of ``transfer_id`` is all of this rank's cache, or what is to be said instead of that
+        it has landed. The tokens of each link were counted when it brought them.
+        """
+        inbound = self.inbound.get(transfer_id)
+        if inbound is None or not inbound.tokens:
+            return ""
+        covered = 0
+        for link in inbound.links:
+            covered |= inbound.brought.get(link, (0, ()))[0]
+        if covered == (1 << self._heads) - 1:
+            return ""
+        ranks = ", ".join(str(number) for _, number in inbound.links)
+        return (
+            f"ranks {ranks} of {inbound.links[0][0]!r} have sent {covered.bit_count()} of the {self._heads} heads, over"
+            f" all layers, of rank {self.rank.number}"
+        )
+
     def noticed(self, agent: str, notice: bytes) -> None:
         """A write has arrived: the word about it may go on."""
         awaited = self._awaited(agent, notice)
@@ -240,13 +305,9 @@ class Landing:
             inbound = self.inbound.get(report.transfer_id)
             if inbound is not None:
                 inbound.landed_s = now
-                if inbound.packed:
-                    try:
-                        inbound.pieces = self._pieces(inbound)
-                    except LayoutError:  # it is refused when it is to be loaded
-                        log.exception("what has landed of %s", inbound.transfer_id)
-                        self.rank.count("landed without a layout")
-                        inbound.landed_s = 0.0
+                inbound.pieces = [
+                    piece for link in inbound.links if link in inbound.brought for piece in inbound.brought[link][1]
+                ]
                 self._drop_attempts(inbound)
                 self.rank.count("transfers_received")
                 self.rank.record(
@@ -359,20 +420,6 @@ class Landing:
             found.append((shard, part, base + part_offset(shard, part)))
             start = stop
         return found
-
-    def _pieces(self, inbound: Inbound) -> list[tuple[Shard, Part, int]]:
-        """(shard, part, offset in bytes) of all that has landed: the sender may be gone when it is loaded."""
-        whole = self._whole(inbound)
-        pieces = []
-        for link in inbound.links:
-            if self._shard(link) is None:
-                continue
-            found = self._parts(inbound, link)
-            stop = found[-1][1].stop if found else whole.start
-            if stop != whole.stop:
-                raise LayoutError(f"{inbound.transfer_id}: parts of {link} end at {stop}, not at {whole.stop}")
-            pieces += found
-        return pieces
 
     def _scatter(self, load: Load, after: Any, copies: list[Copy]) -> None:
         """Adds each copy as it is under way. Raises when one cannot be."""

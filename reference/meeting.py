@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TRIM_S = 1.0
+"""Between two looks at who has a socket and needs none."""
+
 
 class Met:
     """From the thread that connects: ``fellow`` is behind ``link``."""
@@ -36,7 +39,7 @@ class Meeting:
     def __init__(self, rank: Rank, evidence: Evidence | None) -> None:
         self.rank, self.evidence = rank, evidence
         self.fellows: dict[ev.Link, Fellow] = {}
-        self._asked = 0.0
+        self._asked = self._trimmed = 0.0
         self._beside = ThreadPoolExecutor(2, thread_name_prefix="pushkv-connect")
 
     def connect(self, action: ev.Connect, now: float) -> None:
@@ -49,6 +52,8 @@ class Meeting:
         try:
             theirs = facts_.decode(action.facts)
             refusal = facts_.refusal(rank.facts, theirs)
+            if (theirs.engine_id, theirs.rank) != link:
+                refusal = f"rank {link[1]} of {link[0]!r} calls itself rank {theirs.rank} of {theirs.engine_id!r}"
             if not refusal:
                 fellow = Fellow(incarnation, rank.facts, theirs)
                 if fellow.outgoing is not None:
@@ -70,6 +75,8 @@ class Meeting:
 
     def disconnect(self, action: ev.Disconnect, now: float) -> None:
         """Forget a peer, unless another process has taken its place."""
+        if action.link not in self.rank.endpoint.peers:
+            self.rank.channel.close_link(action.link)
         fellow = self.fellows.get(action.link)
         if fellow is None or fellow.incarnation != action.incarnation:
             return
@@ -80,7 +87,12 @@ class Meeting:
             self.rank.transport.disconnect(fellow.agent)
 
     def look(self, now: float) -> None:
-        """Ask the operating system about peers that are silent for two beats while something is open (E2)."""
+        """Ask the operating system about peers that are silent for two beats while something is open (E2), and let go
+        of the sockets to those with whom nothing is.
+        """
+        if now - self._trimmed >= TRIM_S:
+            self._trimmed = now
+            self.rank.channel.trim(self.rank.endpoint.busy)
         if self.evidence is None:
             return
         rank = self.rank

@@ -44,7 +44,7 @@ COUNTERS: Mapping[str, str] = {
 }
 FAULTS = (
     "failed turn", "refused event", "failed action", "gather failed", "post failed", "scatter failed",
-    "scatter too late", "landed without a layout",
+    "scatter too late",
 )  # fmt: skip
 """Of a rank."""
 REFUSED = (

@@ -131,7 +131,7 @@ class StepOrders(msgspec.Struct):
     preempted: prefills that have lost their blocks, which this step may overwrite. step: number of this
     step. chunks: it computes what is sent chunk by chunk, so that the ranks must hear when it is enqueued. early: vLLM
     neither zeroes nor copies blocks in this step, so that `load` may be begun before it prepares its forward. begun: of
-    `load`, what is under way.
+    `load`, what is under way. apart: the requests of `load` do not run in this step: they are reported when it is done.
     """
 
     load: list[Load] = []
@@ -144,6 +144,7 @@ class StepOrders(msgspec.Struct):
     chunks: bool = False
     early: bool = False
     begun: list[Loading] = []
+    apart: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.load or self.sent or self.received or self.failed or self.invalid or self.preempted)
@@ -205,6 +206,8 @@ class Office(Protocol):
 
 class Loading(Protocol):
     """The scatters of a step, under way."""
+
+    loads: Sequence[Load]
 
     def wait(self) -> Sequence[Load]:
         """Returns when work that is enqueued from now on (device stream) or done from now on (host) sees the bytes.

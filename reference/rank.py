@@ -112,7 +112,7 @@ class Rank:
         self.pending: deque[ev.Record] = deque()
         self._inbox: deque[object] = deque()
         self._telling: ev.Record | None = None
-        self._open = self._looks = 0
+        self._open, self._looks = False, 0
         self.records: deque[dict[str, Any]] = deque(maxlen=RECORDS)
         self.card: RankCard | None = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -388,6 +388,10 @@ class Rank:
         return granted
 
     def _report(self, report: ev.Record, now: float) -> None:
+        if isinstance(report, ev.Landed) and (lacking := self.landing.lacks(report.transfer_id)):
+            log.error("%s has not landed: %s", report.transfer_id, lacking)
+            self._report(ev.Broken(report.transfer_id, lacking), now)
+            report = ev.Settled(report.transfer_id)  # as after a landing, nobody can write any more
         try:
             self.landing.reported(report, now)
             self.sending.reported(report, now)
@@ -405,11 +409,11 @@ class Rank:
         """Until something can have happened."""
         active = self.sending.active or self.landing.active
         peers = self.endpoint.peers
-        self._open = (
-            len(self.sending.prompts)
-            + len(self.landing.inbound)
-            + sum(self.endpoint.busy(link) for link in peers)
-            + len(self.settling)
+        self._open = bool(
+            self.sending.prompts
+            or self.landing.inbound
+            or self.settling
+            or any(self.endpoint.busy(link) for link in peers)
         )
         if self._rung:
             return

@@ -21,9 +21,10 @@ class Rules:
     unit_tokens: the layout moves whole groups of so many tokens (1, but for opaque CPU formats). groups: cache groups
     that move, None for all. failed_requests: this vLLM knows failed loads by request, not only by block. may_fail:
     reporting a failed load is safe (older versions with several groups end the engine: every prompt is packed there).
-    randomized_ids: vLLM appends a random suffix to request ids. chunked: a packed prompt leaves chunk by chunk.
-    chunked_last: its last chunk too may leave before the prefill is known to be finished (not where a group keeps less
-    than all tokens: its blocks are known at the end).
+    loads_apart: what has landed is loaded in a step of its own, before vLLM runs the request. randomized_ids: vLLM
+    appends a random suffix to request ids. chunked: a packed prompt leaves chunk by chunk. chunked_last: its last chunk
+    too may leave before the prefill is known to be finished (not where a group keeps less than all tokens: its blocks
+    are known at the end).
     """
 
     here: Address
@@ -36,6 +37,7 @@ class Rules:
     groups: tuple[int, ...] | None = None
     failed_requests: bool = True
     may_fail: bool = True
+    loads_apart: bool = False
     randomized_ids: bool = True
     chunked: bool = False
     chunked_last: bool = True

@@ -10,6 +10,10 @@ ROUTER answers whoever was admitted as that link last, and keeps nothing once th
 addressed by another's name says so with an empty frame: a process that answers at an endpoint at which another has
 answered before has taken its place (evidence E2, see ``replaced``).
 
+Sockets are bounded whatever names and addresses the requests hold: by the peers in use that have answered, ``IDLE`` and
+``SILENT``. What is remembered of a peer is its address; a peer with which nothing is open (``trim``), or that has never
+answered, gives its socket up for others, and the next frame to it opens another.
+
 Memory: per link at most ``HIGH_WATER`` frames of up to ``SMALL_BYTES`` and ``WINDOW_BYTES`` of larger ones wait for a
 peer that does not read. Whoever holds the secret is trusted not to exhaust memory on purpose.
 """
@@ -17,6 +21,7 @@ peer that does not read. Whoever holds the secret is trusted not to exhaust memo
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final
 
 import zmq
@@ -34,6 +39,13 @@ WINDOW_BYTES: Final = 1 << 24
 BATCH: Final = 128
 """Messages that one ``receive`` takes from one socket: a flood from one peer does not starve the others."""
 
+IDLE: Final = 64
+"""Sockets to peers that have answered and with whom nothing is open: they need not be connected anew."""
+SILENT: Final = 64
+"""Sockets to peers that have not answered: whoever is there does so within milliseconds, and is asked again."""
+ADDRESSES: Final = 4096
+"""Addresses without a socket that are remembered."""
+
 _OWING: Final = 4096
 _SEALED: Final = 64  # what encryption adds to a frame, rounded up
 _ZAP: Final = "inproc://zeromq.zap.01"
@@ -41,12 +53,12 @@ _FAILED: Final = zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILE
 
 
 class _Peer:
-    """A link that this side opened. ``answered``: its own process has spoken at this very endpoint."""
+    """A link that this side opened, and its socket. ``answered``: its own process has spoken there."""
 
-    __slots__ = ("answered", "dealer", "endpoint", "head", "link")
+    __slots__ = ("answered", "dealer", "head", "link")
 
-    def __init__(self, link: Link, endpoint: str, head: bytes, dealer: zmq.Socket[bytes]) -> None:
-        self.link, self.endpoint, self.head, self.dealer = link, endpoint, head, dealer
+    def __init__(self, link: Link, head: bytes, dealer: zmq.Socket[bytes]) -> None:
+        self.link, self.head, self.dealer = link, head, dealer
         self.answered = False
 
 
@@ -66,7 +78,9 @@ class SideChannel:
         self._reconnect_ms, self._silent_ms = max(1, round(reconnect_s * 1000)), max(3, round(silent_s * 1000))
         envelope.head(me, me)  # refuses a name that cannot be sent
         address = addresses.listening(host, secured=secret is not None)
-        self._peers: dict[Link, _Peer] = {}
+        self._addresses: OrderedDict[Link, str] = OrderedDict()  # this and the next: opened last comes last
+        self._peers: OrderedDict[Link, _Peer] = OrderedDict()
+        self._silent: OrderedDict[Link, None] = OrderedDict()
         self._by_socket: dict[zmq.Socket[bytes], _Peer] = {}
         self._owing: OrderedDict[Link, int] = OrderedDict()
         self._replaced: list[Link] = []
@@ -131,42 +145,63 @@ class SideChannel:
         """
         if not addresses.is_address(host) or not 0 < port < 1 << 16:
             return self._unreachable(f"{host[:64]!r} port {port} is not an address")
-        endpoint = addresses.endpoint(host, port)
-        known = self._peers.get(link)
-        if known is not None and known.endpoint == endpoint:
-            return ""
         if self._keys is None and not addresses.is_loopback(host):
             return self._unreachable(f"{host!r} is not loopback, and without a shared secret nothing else is reached")
-        dealer = None
+        endpoint = addresses.endpoint(host, port)
         try:
-            head = envelope.head(link, self.me)
-            dealer = self._socket(zmq.DEALER)
+            if link not in self._peers or self._addresses.get(link) != endpoint:
+                self._connect(link, endpoint)
+        except (zmq.ZMQError, ValueError) as error:
+            return self._unreachable(f"{link[0]!r} rank {link[1]} cannot be reached at {host} port {port}: {error}")
+        self._addresses[link] = endpoint
+        for kept in (self._addresses, self._peers):
+            kept.move_to_end(link)
+        if len(self._addresses) > ADDRESSES + len(self._peers):
+            del self._addresses[next(one for one in self._addresses if one not in self._peers)]
+        return ""
+
+    def _connect(self, link: Link, endpoint: str) -> _Peer:
+        """Raises ``ZMQError`` or ``ValueError``; then the socket that ``link`` has is kept."""
+        while len(self._silent) >= SILENT:
+            self.close_link(next(iter(self._silent)))
+        head = envelope.head(link, self.me)
+        dealer = self._socket(zmq.DEALER)
+        try:
             dealer.set(zmq.AFFINITY, 2)
             dealer.set(zmq.ROUTING_ID, envelope.routing_id(link, self.me))
-            dealer.set(zmq.IPV6, int(":" in host))
+            dealer.set(zmq.IPV6, int("[" in endpoint))
             if self._keys is not None:
                 dealer.set(zmq.CURVE_SERVERKEY, self._keys.server.public)
                 dealer.set(zmq.CURVE_PUBLICKEY, self._keys.client.public)
                 dealer.set(zmq.CURVE_SECRETKEY, self._keys.client.secret)
             dealer.connect(endpoint)
-        except (zmq.ZMQError, ValueError) as error:
-            if dealer is not None:
-                dealer.close()
-            return self._unreachable(f"{link[0]!r} rank {link[1]} cannot be reached at {host} port {port}: {error}")
-        if known is not None:
-            self.close_link(link)
-        peer = self._peers[link] = self._by_socket[dealer] = _Peer(link, endpoint, head, dealer)
-        self.poller.register(peer.dealer, zmq.POLLIN)
-        return ""
+        except (zmq.ZMQError, ValueError):
+            dealer.close()
+            raise
+        self.close_link(link)
+        peer = self._peers[link] = self._by_socket[dealer] = _Peer(link, head, dealer)
+        self._silent[link] = None
+        self.poller.register(dealer, zmq.POLLIN)
+        return peer
 
     def close_link(self, link: Link) -> None:
-        """Forget ``link``; what is still to be sent to it is dropped."""
+        """Close the socket to ``link``; what is still to be sent is dropped."""
         self._owing.pop(link, None)
+        self._silent.pop(link, None)
         peer = self._peers.pop(link, None)
         if peer is not None:
             del self._by_socket[peer.dealer]
             self.poller.unregister(peer.dealer)
             peer.dealer.close()
+
+    def trim(self, open_on: Callable[[Link], bool]) -> None:
+        """Close the sockets of links on which nothing is open, but for the ``IDLE`` that were opened last of those that
+        have answered. To be called from time to time.
+        """
+        idle = [link for link in self._peers if not open_on(link)]
+        kept = [link for link in idle if self._peers[link].answered][-IDLE:]
+        for link in {*idle}.difference(kept):
+            self.close_link(link)
 
     def replaced(self) -> list[Link]:
         """Links at whose endpoint another engine has answered since the last call, after the link's own process had
@@ -176,7 +211,7 @@ class SideChannel:
         return found
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """What to poll for input; changes with ``open`` and ``close_link`` (``poller`` follows by itself)."""
+        """What to poll for input now (``poller`` follows by itself)."""
         own = [self._router, self._monitor] if self._zap is None else [self._router, self._monitor, self._zap]
         return [*own, *self._by_socket]
 
@@ -200,6 +235,8 @@ class SideChannel:
                 return self._drop("full")
         peer = self._peers.get(link)
         try:
+            if peer is None and (endpoint := self._addresses.get(link)) is not None:
+                peer = self._connect(link, endpoint)
             if peer is not None:
                 peer.dealer.send_multipart((peer.head, frame), zmq.DONTWAIT)
             else:
@@ -270,11 +307,14 @@ class SideChannel:
             self._drop("stranger")
             if peer.answered:
                 peer.answered = False
+                self._silent[peer.link] = None
                 self._replaced.append(peer.link)
         elif not frame:
             self._drop("malformed")
         else:
-            peer.answered = True
+            if not peer.answered:
+                peer.answered = True
+                self._silent.pop(link, None)
             self._owing.pop(link, None)
             found.append((link, frame))
 

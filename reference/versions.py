@@ -11,6 +11,7 @@ those between, nothing was looked at), the doctor for the vLLM that is installed
 | a failed load is told by | blocks | request | both; blocks only where requests are unknown |
 | failed asynchronous load, several cache groups | ends the engine | fails the request | older: computed here |
 | `start_load_kv` | before the forward, always | before it only if a synchronous load is due | loads are synchronous |
+| failed synchronous load, several cache groups | ends the engine | ends the engine | newer: loads are asynchronous |
 | `wait_for_save` on empty steps | no | yes | only steps that compute something matter |
 | `handle_preemptions` | when something was preempted | always | what it does is done at `bind_connector_metadata` too |
 | model runner V2 | for some models | for most | with several cache groups: no `overlap: chunk` |
@@ -44,6 +45,12 @@ class Abilities:
     def may_fail(self, groups: int) -> bool:
         """Whether a failed load can be reported: by blocks it cannot where block ids are per group."""
         return self.failed_requests or groups == 1
+
+    def loads_apart(self, groups: int) -> bool:
+        """Whether what has landed is loaded asynchronously, one step before the request runs: a failed load of a
+        request that runs is told of by blocks, and by blocks it cannot be where block ids are per group.
+        """
+        return self.failed_requests and groups > 1
 
 
 def abilities(base: type) -> Abilities:

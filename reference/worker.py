@@ -14,7 +14,7 @@ from pushkv.model.layout import Layout
 from pushkv.reference.caches import Ranks, layouts_of
 from pushkv.reference.cpu_formats import CpuFormat
 from pushkv.reference.memory import free_and_margin, sizes
-from pushkv.reference.ports import EngineSetup, OpenRank, Rank, RankCard, StepOrders
+from pushkv.reference.ports import EngineSetup, Load, OpenRank, Rank, RankCard, StepOrders
 
 
 def begin_loads(rank: Rank, orders: StepOrders) -> None:
@@ -93,7 +93,23 @@ class WorkerSide:
         begun, orders.begun = orders.begun, []
         for loading in begun:
             for lost in loading.wait():
-                self._invalid.update(block for group in lost.blocks for block in group)
+                self._lost(lost, orders.apart)
+            if orders.apart:
+                self._received.update(load.request_id for load in loading.loads)
+
+    def _lost(self, load: Load, apart: bool) -> None:
+        """Told of by request where vLLM waits for it, else by the blocks that were to be loaded: those before them are
+        right, and may be shared with requests that run.
+        """
+        if apart:
+            self._failed.add(load.request_id)
+        elif len(load.blocks) == 1:
+            self._invalid.update(load.blocks[0][load.first // self._setup.block_tokens :])
+        else:
+            raise RuntimeError(
+                f"what has landed for {load.request_id} cannot be loaded, and this vLLM knows no failed load of a model"
+                " with several cache groups"
+            )
 
     def saved(self, orders: StepOrders) -> None:
         """`wait_for_save`: this step's forward is enqueued."""

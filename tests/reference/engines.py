@@ -116,6 +116,8 @@ class Engine:
         self.memory: dict[str, Any] = {}
         self.staged: dict[int, dict[int, int]] = {}
         self.held_writes: list[ev.Post] = []
+        self.loads: Sequence[Load] = ()
+        self.broken = False  # no load can be done
         self.arrivals: list[tuple[str, int, int, bool]] = []
         self.fenced: list[str] = []
         self.told: list[Any] = []
@@ -208,7 +210,11 @@ class Engine:
     # ------------------------------------------------------------ Rank
 
     def scatter(self, loads: Sequence[Load]) -> Engine:
+        self.loads = loads
         for one in loads:
+            if self.broken:
+                self._say("ledger", ev.Loaded(one.transfer_id))
+                continue
             content = self.landing[tuple(self.memory[one.transfer_id])]
             for token in range(one.first, one.stop):
                 self.cache[self._cell(one.blocks, token)] = content[token]
@@ -216,8 +222,8 @@ class Engine:
         return self
 
     def wait(self) -> Sequence[Load]:
-        """As `Loading`: it is done."""
-        return ()
+        """As `Loading`: it is done, or cannot be."""
+        return self.loads if self.broken else ()
 
     def enqueued(self, step: int) -> None:
         self.step = step

@@ -73,6 +73,12 @@ class Channel:
         """Addresses mean nothing here."""
         return ""
 
+    def close_link(self, link: Link) -> None:
+        """Nothing is kept per link."""
+
+    def trim(self, open_on: Callable[[Link], bool]) -> None:
+        """Nothing is kept per link."""
+
     def replaced(self) -> list[Link]:
         return []
 

@@ -33,12 +33,17 @@ class Rank:
 
     incarnation = ME
     bell = None
+    facts = SimpleNamespace(layout=SimpleNamespace(views=[SimpleNamespace(head_start=0, head_stop=1)]))
 
     def __init__(self, arrival: str = "notification") -> None:
-        facts = SimpleNamespace(arrival=arrival)
-        self.fellows: dict[Any, Any] = {
-            link: SimpleNamespace(incarnation=P, incoming=SHARD, facts=facts) for link in (LINK, OTHER)
-        }
+        fellow = SimpleNamespace(
+            incarnation=P,
+            incoming=SHARD,
+            facts=SimpleNamespace(arrival=arrival),
+            covers=1,
+            misnamed=lambda links, fanout: "",
+        )
+        self.fellows: dict[Any, Any] = {LINK: fellow, OTHER: fellow}
         self.pending: deque[Any] = deque()
         self.counters: dict[str, int] = {}
 

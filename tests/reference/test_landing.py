@@ -35,8 +35,15 @@ class Rank:
     bell = None
 
     def __init__(self, arrival: str = "completion") -> None:
-        facts = SimpleNamespace(arrival=arrival)
-        self.fellows = {LINK: SimpleNamespace(incarnation=P, incoming=object(), facts=facts)}
+        self.facts = SimpleNamespace(layout=SimpleNamespace(views=()))
+        fellow = SimpleNamespace(
+            incarnation=P,
+            incoming=SimpleNamespace(part_bytes=lambda part: 0),
+            covers=0,
+            facts=SimpleNamespace(arrival=arrival),
+            misnamed=lambda *links: "",
+        )
+        self.fellows = {LINK: fellow}
         self.pending: deque[Any] = deque()
         self.counters: dict[str, int] = {}
         self.told: list[Any] = []

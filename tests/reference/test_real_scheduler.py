@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 
+from pushkv.reference.caches import Ranks
 from pushkv.reference.rules import Rules
 from pushkv.reference.scheduler import SchedulerSide
+from pushkv.reference.worker import WorkerSide
 
 from .engines import Cluster, Engine
 
 pytest.importorskip("vllm")
 
 BLOCK = 32
-PATHS = pytest.mark.parametrize("path", ["packed", "chunks", "direct"])
+PATHS = pytest.mark.parametrize("path", ["packed", "chunks", "direct", "groups"])
+"""groups: packed, and two groups of the cache."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,8 @@ class Vllm:
             device_config=DeviceConfig(device="cpu"),
         )  # fmt: skip
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
-        caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)])
+        groups = [KVCacheGroupSpec([layer], spec) for layer in (["l", "m"] if path == "groups" else ["l"])]
+        caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         self.scheduler = Scheduler(
             vllm_config=config,
             kv_cache_config=caches,
@@ -82,9 +86,12 @@ class Vllm:
         self.engine = Engine(cluster, name, packed=path != "direct", block_tokens=BLOCK)
         rules = self._rules(config, caches)
         assert rules.recompute == (policy == "recompute") and rules.failed_requests and rules.unit_tokens in (1, BLOCK)
+        assert rules.loads_apart == (path == "groups")
         rules = replace(rules, chunked=path == "chunks")
         self.connector._scheduler = SchedulerSide(self.engine, rules)
         self.connector._scheduler.decode.pool = self.connector._pool
+        self.worker = WorkerSide(self.connector._setup, Ranks(), lambda *arguments: self.engine)
+        self.worker.rank = self.engine  # type: ignore[assignment]
         self.blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         self.ended: dict[str, str] = {}
         self.returned: dict[str, Any] = {}
@@ -111,15 +118,16 @@ class Vllm:
         orders = out.kv_connector_metadata.orders
         self.engine.fence(orders.preempted, orders.step)
         assert orders.early is bool(orders.load)  # a plain cache: nothing is zeroed or copied before the forward
-        assert out.has_sync_kv_loads or not orders.load
-        self.engine.scatter(orders.load)
+        assert out.has_sync_kv_loads == (bool(orders.load) and not orders.apart)
+        self.worker.begin(orders)
+        self.worker.load(orders)
         names, sampled = list(out.num_scheduled_tokens), []
         for name in names:
             request = self.scheduler.requests[name]
             done, new = request.num_computed_tokens - out.num_scheduled_tokens[name], out.num_scheduled_tokens[name]
             table = self.scheduler.kv_cache_manager.get_block_ids(name)
             tokens = list(request.all_token_ids)
-            for token in range(done):
+            for token in range(done) if not self.engine.broken else ():
                 assert self.engine.cache[self.engine._cell(table, token)] == tokens[token], (name, token)
             for token in range(done, done + new):
                 self.engine.cache[self.engine._cell(table, token)] = tokens[token]
@@ -127,9 +135,8 @@ class Vllm:
         if orders.chunks:
             self.engine.enqueued(orders.step)
         reports = KVConnectorOutput()
-        reports.finished_sending = set(orders.sent)
-        reports.finished_recving = set(orders.received)
-        reports.failed_recving = set(orders.failed)
+        reports.finished_sending, reports.finished_recving, reports.failed_recving = self.worker.results()
+        reports.invalid_block_ids = self.worker.invalid()
         result = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
@@ -244,6 +251,20 @@ def test_the_decode_leg_may_be_aborted_at_any_step(model: Path, path: str, steps
     d = both.decode()
     both.steps(steps)
     both.d.abort(d)
+    both.until_quiet()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("path", ["packed", "groups"])
+def test_a_load_that_fails(model: Path, path: str, policy: str) -> None:
+    """Only the request itself is told of it, and the engine goes on."""
+    both = Both(model, path=path, policy=policy)
+    both.d.engine.broken = True
+    p, d = both.prefill(), both.decode()
+    for _ in range(60):
+        both.steps(1)
+    assert both.p.ended[p] == "LENGTH"
+    assert both.d.ended[d] == ("ERROR" if policy == "fail" else "LENGTH")
     both.until_quiet()
 
 

@@ -22,7 +22,7 @@ TOKENS = 8
 
 def test_a_frozen_peer_leaves_staging_to_the_others(exchange: Exchange, tmp_path: Path) -> None:
     """Its writes do not end, and more of its prompts wait in front: another decode engine gets its own at once."""
-    p, frozen, well = (Engine(exchange, name, 1, tmp_path) for name in ("P", "D1", "D2"))
+    p, frozen, well = (Engine(name, 1, tmp_path) for name in ("P", "D1", "D2"))
     try:
         for d in (frozen, well):
             assert hand_over((p, d), f"warm {d.name}", TOKENS, True) == ("", True)

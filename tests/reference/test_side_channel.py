@@ -292,7 +292,7 @@ def test_a_dead_peer_costs_bounded_memory() -> None:
             assert sent <= side_channel.HIGH_WATER + side_channel.WINDOW_BYTES // MAX_FRAME_BYTES
             assert _resident_bytes() - before < 100 << 20
             d.close_link(P)
-            assert not d.send(P, b"x")
+            assert len(d.sockets()) == 3
 
 
 def test_closing_and_opening_again() -> None:
@@ -303,6 +303,74 @@ def test_closing_and_opening_again() -> None:
             d.close_link(P)
             d.close_link(P)
         assert len(d.sockets()) == 3
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["idle", "open"])
+def test_names_without_number_take_a_bounded_number_of_sockets(wanted: bool) -> None:
+    """Whoever sends a request may name any engine at any address: nobody listens at one, somebody else at another."""
+    first, later = ("first", 0), ("later", 0)
+    known = len(os.listdir("/proc/self/fd"))
+    with channel(D) as d, echo("first") as one, echo("later") as two, socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        own = len(d.sockets())
+        assert d.open(first, "127.0.0.1", one.port) == "" and answers(d, first, b"1")
+        for n in range(3000):
+            port = taken.getsockname()[1] if n % 2 else one.port
+            assert d.open((f"any {n}", n % 8), "127.0.0.1", port) == ""
+            d.send((f"any {n}", n % 8), b"hello")
+            if n % 100 == 0:
+                d.trim(lambda link: wanted)
+                assert len(d.sockets()) <= own + side_channel.SILENT + 1
+        for n in range(0, 3000, 10):  # the machines ask those again that have not answered
+            d.send((f"any {n}", n % 8), b"hello")
+        assert len(d.sockets()) <= own + side_channel.SILENT + 1
+        assert until(lambda: len(os.listdir("/proc/self/fd")) < known + 2 * side_channel.SILENT + 50)
+        assert answers(d, first, b"2")
+        assert d.open(later, "127.0.0.1", two.port) == "" and answers(d, later, b"3")
+        d.trim(lambda link: link == later)
+        assert len(d.sockets()) == own + 2
+        assert d.replaced() == []
+
+
+def test_peers_with_whom_nothing_is_open_keep_some_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were named last; the others are connected anew when there is something to say, and are still heard."""
+    monkeypatch.setattr(side_channel, "IDLE", 2)
+    links = [(name, 0) for name in "ABCD"]
+    with (
+        channel(links[0]) as a,
+        channel(links[1]) as b,
+        channel(links[2]) as c,
+        channel(links[3]) as e,
+        channel(D) as d,
+    ):
+        peers = [a, b, c, e]
+        own = len(d.sockets())
+        for link, peer in zip(links, peers, strict=True):
+            d.open(link, "127.0.0.1", peer.port)
+            assert d.send(link, b"x") and gather(peer, 1, [d]) == [(D, b"x")]
+            assert peer.send(D, b"y") and gather(d, 1) == [(link, b"y")]
+        d.open(links[0], "127.0.0.1", a.port)
+        d.trim(lambda link: link == links[1])
+        assert len(d.sockets()) == own + 3
+        d.trim(lambda link: False)
+        assert len(d.sockets()) == own + 2
+        assert not b.send(D, b"z") or until(lambda: not b.send(D, b"z"), [b])
+        for link, peer in zip(links, peers, strict=True):
+            assert d.send(link, b"again") and (D, b"again") in gather(peer, 1, [d])
+
+
+def test_addresses_of_nobody_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_channel, "ADDRESSES", 8)
+    with channel(P) as p, channel(D) as d:
+        d.open(P, "127.0.0.1", p.port)
+        assert answers_once(p, d, b"1")
+        p.send(D, b"2")
+        assert gather(d, 1) == [(P, b"2")]
+        for n in range(100):
+            d.open((f"any {n}", 0), "127.0.0.1", 9)
+            d.close_link((f"any {n}", 0))
+        assert not d.send(("any 0", 0), b"x") and d.counters == {"nobody": 1}
+        assert answers_once(p, d, b"3")
 
 
 def answers_once(p: SideChannel, d: SideChannel, word: bytes) -> bool:

@@ -95,6 +95,9 @@ def test_nothing_else_imports_vllm() -> None:
 def test_abilities() -> None:
     old = versions.abilities(Base)
     assert not old.failed_requests and old.may_fail(1) and not old.may_fail(2)
+    assert not old.loads_apart(1) and not old.loads_apart(2)
+    new = versions.Abilities(failed_requests=True)
+    assert new.may_fail(2) and new.loads_apart(2) and not new.loads_apart(1)
 
 
 def test_groups_that_move() -> None:

@@ -40,7 +40,7 @@ class Rank:
 
     def scatter(self, loads: Sequence[Load]) -> Any:
         self.did += [("scatter", one.transfer_id, one.first, one.stop) for one in loads]
-        return SimpleNamespace(wait=lambda: self.did.append(("wait", len(loads))) or loads[:1])
+        return SimpleNamespace(loads=loads, wait=lambda: self.did.append(("wait", len(loads))) or loads[:1])
 
     def fence(self, transfer_ids: Sequence[str], step: int) -> None:
         self.did.append(("fence", step, *transfer_ids))
@@ -83,6 +83,28 @@ def test_all_loads_are_begun_and_then_waited_for_at_once() -> None:
     worker.load(orders)  # a second call in the same step
     assert rank.did == [("scatter", "t1", 0, 4), ("scatter", "t2", 4, 8), ("wait", 2)]
     assert worker.invalid() == {1}, "of the one that has failed"
+
+
+def test_blocks_before_those_that_are_loaded_are_right() -> None:
+    """They may be shared with requests that run: nothing is said of them."""
+    worker = side(Rank())
+    worker.load(StepOrders(load=[Load("r", "t", ([5, 6, 7, 8, 9],), 40, 80)]))
+    assert worker.invalid() == {7, 8, 9}
+    assert worker.results() == (set(), set(), set())
+
+
+def test_loads_apart_are_reported_by_request() -> None:
+    worker = side(Rank())
+    loads = [Load("r1", "t1", ([1], [2]), 0, 16), Load("r2", "t2", ([1, 3], [4]), 16, 32)]
+    worker.load(StepOrders(load=loads, apart=True))
+    assert worker.results() == (set(), {"r1", "r2"}, {"r1"})
+    assert worker.invalid() == set()
+
+
+def test_a_failure_that_no_vllm_would_understand_is_not_passed_over() -> None:
+    worker = side(Rank())
+    with pytest.raises(RuntimeError, match="landed for r cannot be loaded"):
+        worker.load(StepOrders(load=[Load("r", "t", ([1], [2]), 0, 16)]))
 
 
 def test_a_load_is_begun_behind_the_fence_and_before_the_forward_is_prepared() -> None:
