@@ -29,6 +29,7 @@ from pushkv.reference.copies import CopyError
 from pushkv.reference.device_copies import DeviceCopier
 from pushkv.reference.fellow import Fellow, heads
 from pushkv.reference.grants import aligned, name_blocks, name_segments, part_offset, read_notice
+from pushkv.reference.inbound import Inbound
 from pushkv.reference.loading import Loading
 from pushkv.reference.metric_names import label
 from pushkv.reference.notices import Room, batches_at_most
@@ -42,36 +43,6 @@ if TYPE_CHECKING:
     from pushkv.reference.rank import Rank
 
 log = logging.getLogger(__name__)
-
-
-class Inbound:
-    """A transfer that this rank expects or has. Times are seconds of the monotonic clock."""
-
-    __slots__ = (
-        "ahead", "attempts", "brought", "early", "exposed_s", "fanout", "heard_s", "landed_s", "left", "links",
-        "memory", "noticed", "packed", "parts", "pieces", "refused", "registered_s", "rooms", "sizes", "tokens",
-        "transfer_id",
-    )  # fmt: skip
-
-    def __init__(self, command: ev.Expect, now: float) -> None:
-        self.transfer_id, self.links, self.tokens = command.transfer_id, command.links, command.tokens
-        self.packed, self.memory, self.fanout = command.packed, command.memory, command.fanout
-        self.refused = False
-        self.sizes: dict[ev.Link, int] = {}
-        """Bytes of each link in the transfer's segments."""
-        self.left: dict[ev.Link, int] = {}
-        """Tokens that each link has still to bring."""
-        self.brought: dict[ev.Link, tuple[int, list[tuple[Shard, Part, int]]]] = {}
-        """Of each link that has brought all its parts: the heads they hold, and where they lie."""
-        self.attempts: dict[ev.Link, int] = {}
-        self.parts: dict[ev.Link, dict[int, int]] = {}
-        self.registered_s = now
-        self.exposed_s = self.heard_s = self.landed_s = 0.0
-        self.noticed: set[tuple[ev.Link, int]] = set()
-        self.early: dict[tuple[ev.Link, int], msg.Written] = {}
-        self.rooms: dict[ev.Link, Room] = {}
-        self.pieces: list[tuple[Shard, Part, int]] = []
-        self.ahead: dict[tuple[int, int], list[Ahead] | None] = {}
 
 
 class Landing:

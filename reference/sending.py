@@ -209,7 +209,7 @@ class Sending:
             if prompt is not None:
                 self.rank.count("bytes_sent", prompt.bytes)
                 self.rank.count("descriptors", prompt.descriptors)
-                self.rank.record(record_of(prompt, report, now))
+                self.rank.record(record_of(prompt, report, time.monotonic()))  # this turn began before
             self._start()
 
     def lingers(self, transfer_id: str) -> bool:
