@@ -53,6 +53,7 @@ class Setup:
 FILES = {
     "hooks/requests.csv": Setup("qwen3-8b", ids=True),
     "requests_8b_eighth.csv": Setup("qwen3-8b", checked=100),
+    "requests_8b_ninth.csv": Setup("qwen3-8b", checked=48),
     "requests_8b_seventh.csv": Setup("qwen3-8b", checked=8),
     "requests_8b_sixth.csv": Setup("qwen3-8b", checked=8),
     "requests_8b_fifth.csv": Setup("qwen3-8b", checked=200),
