@@ -92,11 +92,14 @@ $(E2E_STAMP): pyproject.toml tests/e2e/requirements.txt tests/e2e/overrides.txt 
 # First the parts of the connector that need torch, NIXL or vLLM, then real servers. NIXL's LIBFABRIC backend, the one of
 # EFA, has an environment of its own; where it cannot be made (no compiler, no Debian) this fails, unless LIBFABRIC= says
 # that its tests are to be left out.
-e2e: $(E2E_STAMP)
 ifneq ($(LIBFABRIC),)
-	@test -x $(LIBFABRIC)/run || sh tests/reference/libfabric_env.sh $(E2E_VENV)/bin/python $(LIBFABRIC) >&2 || \
-	  { rm -f $(LIBFABRIC)/run; echo "no environment for LIBFABRIC; make e2e LIBFABRIC= leaves its tests out" >&2; exit 1; }
+$(LIBFABRIC)/run: tests/reference/libfabric_env.sh | $(E2E_STAMP)
+	@sh tests/reference/libfabric_env.sh $(E2E_VENV)/bin/python $(LIBFABRIC) >&2 || \
+	  { rm -f $@; echo "no environment for LIBFABRIC; make e2e LIBFABRIC= leaves its tests out" >&2; exit 1; }
+	@touch $@
 endif
+
+e2e: $(E2E_STAMP) $(if $(LIBFABRIC),$(LIBFABRIC)/run)
 	LIBFABRIC_ENV=$(LIBFABRIC) $(E2E_VENV)/bin/python -m pytest tests/reference $(REFERENCE_ARGS)
 	$(E2E_VENV)/bin/python -m pytest --confcutdir=tests/e2e tests/e2e $(E2E_ARGS)
 

@@ -4,7 +4,8 @@ Decides what vLLM is answered when it asks how much of a prompt is there, when i
 ended, and what becomes of a request whose transfer fails, gives way, or is not needed any more. Does not decide
 verdicts or when memory is free: those are the ledger's, and come as news. It has no clock.
 
-Packed: NEW -> WAITING -> READY -> DONE; no block is held while it waits, the load is part of the step that starts it.
+Packed: NEW -> WAITING -> READY -> DONE; no block is held while it waits, the load is part of the step that starts it
+(or of the one before: `Rules.loads_apart`).
 Direct: NEW -> WAITING -> ADMITTED -> HOLDING -> DONE; vLLM holds the blocks and waits for our report.
 Failed before it has blocks: FAILED -> DONE, computed here; or, when failing is the policy, FAILED -> FAILING -> DONE:
 vLLM can only be told of a failed load for a request that it believes to be loading, so one block is asked for and

@@ -81,7 +81,8 @@ class Landing:
     def named(self, link: ev.Link, message: msg.Register | msg.Grant, now: float) -> msg.Register | msg.Grant:
         """``message`` with its memory as the peer can read it; a registration is remembered by its number. Where the
         transfer cannot be, the office is told, and no memory is named: the registration itself is sent all the same, as
-        only that shows whether another process has taken the peer's place.
+        only that shows whether another process has taken the peer's place. Raises ``LayoutError`` while another link of
+        the transfer is down on which it depends where this one writes: a beat says it again.
         """
         if isinstance(message, msg.Register):
             inbound = self.inbound.get(message.transfer_id)
@@ -104,7 +105,7 @@ class Landing:
             inbound = self.inbound.get(self._of_attempt.get((link, message.attempt), ""))
         if inbound is None or message.memory is None:
             return message
-        if inbound.refused:
+        if inbound.refused or not inbound.tokens:
             memory = []
         elif inbound.packed:
             memory = name_segments(self._offset(inbound, link), sorted(message.memory))
@@ -180,7 +181,7 @@ class Landing:
             return True  # the machines will not believe it
         most = inbound.tokens  # every part has a token; but for the one of a transfer that has none
         if message.part >= max(1, most) or message.tokens > most or bool(message.tokens) != bool(most):
-            self.rank.count("messages_refused")
+            self.rank.count("impossible part")
             return False
         if message.part not in inbound.parts[link]:
             inbound.parts[link][message.part] = message.tokens

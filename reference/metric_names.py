@@ -54,6 +54,7 @@ REFUSED = (
 PARTS: Mapping[str, Mapping[str, str]] = {
     "rank": {
         **{name: f"faults:{name}" for name in FAULTS},
+        "impossible part": "messages_refused:impossible part",
         "oversized": "messages_unsent:oversized",
         "not claimed": "late:not claimed",
         "parts taken back": "late:parts taken back",

@@ -342,14 +342,22 @@ class Rank:
                 self.pending.append(command)
 
     def step(self, now: float) -> None:
-        """One step of the machines with all that has happened (rule 9: before a timer fires), and its actions."""
+        """One step of the machines with all that has happened (rule 9: before a timer fires), and its actions; one more
+        with what stands behind an event that they refuse.
+        """
+        while self._step(now) and self.pending:
+            pass
+
+    def _step(self, now: float) -> bool:
+        """Whether an event was refused."""
+        refused = False
         out: list[ev.Record] = []
         told: list[ev.Record] = []
         self._telling = None
         try:
             self.endpoint.step(self._drained(told), now, out)
         except Exception as error:
-            known = isinstance(error, LocalProtocolError)
+            known, refused = isinstance(error, LocalProtocolError), True
             log.warning("the machines refuse an event: %s", error, exc_info=not known)
             self.count("refused event")
             for answer in answers(self._telling, error):
@@ -368,6 +376,7 @@ class Rank:
                 self.count("failed action")
         if any(isinstance(event, ev.Preempted) for event in told):
             self.sending.take_back()
+        return refused
 
     def _drained(self, told: list[ev.Record]) -> Iterator[ev.Record]:
         pending = self.pending

@@ -3,7 +3,7 @@
 Decides where in staging a part lies and when its memory is free again, and that nothing is gathered before the step
 that computes it is enqueued. What is packed or posted, and when, the machines say; at the moment of posting they are
 asked once more (``Sender.claim``). The machines share staging by bytes; where memory is given, in whole segments, a
-peer holds no more than the same share of them.
+peer holds no more than the same share of them, or two parts.
 
 Chunks. A chunk is told of when its step is scheduled; the machines hear of it when the step is enqueued (``Enqueued``),
 so that what is planned can be gathered. The gather waits on the device for the step itself: it runs right behind it and
@@ -302,8 +302,8 @@ class Sending:
                 raise GrantError(f"a part of {staged.size} bytes, staging has {self.staging.count} segments")
             staged.peer = action.link[0]
             mine = self._held[staged.peer]
-            if mine and mine + need > self.staging.count * self.rank.settings.staging_share:
-                raise _ShareError
+            if mine and mine + need > self.staging.count * self.rank.settings.staging_share and self._parts(staged) > 1:
+                raise _ShareError  # a second part may be packed while the first is written, however segments round
             segments = self.staging.take(need)
             if segments is None:
                 return None
@@ -329,6 +329,10 @@ class Sending:
         if fellow is None:
             raise GrantError(f"{link} is not connected")
         return fellow
+
+    def _parts(self, staged: Staged) -> int:
+        """Parts in staging of the same peer."""
+        return sum(one.peer == staged.peer and bool(one.segments) for one in self._staged.values())
 
     def _unstage(self, handle: int) -> None:
         staged = self._staged.pop(handle, None)

@@ -2,8 +2,9 @@
 
 Decides how long `Failed` and `Cancelled` are kept back: by them the receiver knows that it may use the memory again
 (evidence E1). Where completion is arrival they go at once. Elsewhere a write that is done here may still be stored
-there, in any order; so they wait until the fabric's drain time has passed since the last write for that registration
-was over. The protocol takes no harm: any word may be late.
+there, in any order; so they wait until the fabric's drain time (`fabric_drain_s`, the one that is granted to the writes
+of a dead peer too) has passed since the last write for that registration was over. The protocol takes no harm: any word
+may be late.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ ROUTER answers whoever was admitted as that link last, and keeps nothing once th
 addressed by another's name says so with an empty frame: a process that answers at an endpoint at which another has
 answered before has taken its place (evidence E2, see ``replaced``).
 
-Sockets are bounded whatever names and addresses the requests hold: by the peers in use that have answered, ``IDLE`` and
-``SILENT``. What is remembered of a peer is its address; a peer with which nothing is open (``trim``), or that has never
-answered, gives its socket up for others, and the next frame to it opens another.
+Sockets are bounded whatever names and addresses the requests hold: by the peers in use that were heard, ``IDLE`` and
+``SILENT``. What is remembered of a peer is its address; a peer with which nothing is open (``trim``), or that was never
+heard, gives its socket up for others, and the next frame to it opens another.
 
 Memory: per link at most ``HIGH_WATER`` frames of up to ``SMALL_BYTES`` and ``WINDOW_BYTES`` of larger ones wait for a
 peer that does not read. Whoever holds the secret is trusted not to exhaust memory on purpose.
@@ -40,9 +40,9 @@ BATCH: Final = 128
 """Messages that one ``receive`` takes from one socket: a flood from one peer does not starve the others."""
 
 IDLE: Final = 64
-"""Sockets to peers that have answered and with whom nothing is open: they need not be connected anew."""
+"""Sockets to peers that were heard and with whom nothing is open: they need not be connected anew."""
 SILENT: Final = 64
-"""Sockets to peers that have not answered: whoever is there does so within milliseconds, and is asked again."""
+"""Sockets to peers that have not been heard: whoever is there does so within milliseconds, and is asked again."""
 ADDRESSES: Final = 4096
 """Addresses without a socket that are remembered."""
 
@@ -53,13 +53,15 @@ _FAILED: Final = zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILE
 
 
 class _Peer:
-    """A link that this side opened, and its socket. ``answered``: its own process has spoken there."""
+    """A link that this side opened, and its socket. ``answered``: its own process has spoken there. ``heard``: or at
+    our ROUTER, where both sides have opened the link.
+    """
 
-    __slots__ = ("answered", "dealer", "head", "link")
+    __slots__ = ("answered", "dealer", "head", "heard", "link")
 
     def __init__(self, link: Link, head: bytes, dealer: zmq.Socket[bytes]) -> None:
         self.link, self.head, self.dealer = link, head, dealer
-        self.answered = False
+        self.answered = self.heard = False
 
 
 class SideChannel:
@@ -162,8 +164,6 @@ class SideChannel:
 
     def _connect(self, link: Link, endpoint: str) -> _Peer:
         """Raises ``ZMQError`` or ``ValueError``; then the socket that ``link`` has is kept."""
-        while len(self._silent) >= SILENT:
-            self.close_link(next(iter(self._silent)))
         head = envelope.head(link, self.me)
         dealer = self._socket(zmq.DEALER)
         try:
@@ -179,6 +179,8 @@ class SideChannel:
             dealer.close()
             raise
         self.close_link(link)
+        while len(self._silent) >= SILENT:
+            self.close_link(next(iter(self._silent)))
         peer = self._peers[link] = self._by_socket[dealer] = _Peer(link, head, dealer)
         self._silent[link] = None
         self.poller.register(dealer, zmq.POLLIN)
@@ -196,10 +198,10 @@ class SideChannel:
 
     def trim(self, open_on: Callable[[Link], bool]) -> None:
         """Close the sockets of links on which nothing is open, but for the ``IDLE`` that were opened last of those that
-        have answered. To be called from time to time.
+        have been heard. To be called from time to time.
         """
         idle = [link for link in self._peers if not open_on(link)]
-        kept = [link for link in idle if self._peers[link].answered][-IDLE:]
+        kept = [link for link in idle if self._peers[link].heard][-IDLE:]
         for link in {*idle}.difference(kept):
             self.close_link(link)
 
@@ -293,8 +295,14 @@ class SideChannel:
             except zmq.ZMQError:
                 self._drop("nobody")
         else:
+            if link in self._silent:
+                self._hears(self._peers[link])
             self._owing.pop(link, None)
             found.append((link, frame))
+
+    def _hears(self, peer: _Peer) -> None:
+        peer.heard = True
+        self._silent.pop(peer.link, None)
 
     def _from_dealer(self, peer: _Peer, parts: list[bytes], found: list[tuple[Link, bytes]]) -> None:
         opened = self._unpack(parts)
@@ -306,7 +314,7 @@ class SideChannel:
         elif link != peer.link:
             self._drop("stranger")
             if peer.answered:
-                peer.answered = False
+                peer.answered = peer.heard = False
                 self._silent[peer.link] = None
                 self._replaced.append(peer.link)
         elif not frame:
@@ -314,7 +322,7 @@ class SideChannel:
         else:
             if not peer.answered:
                 peer.answered = True
-                self._silent.pop(link, None)
+                self._hears(peer)
             self._owing.pop(link, None)
             found.append((link, frame))
 

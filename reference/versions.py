@@ -8,9 +8,9 @@ those between, nothing was looked at), the doctor for the vLLM that is installed
 | what | 0.26 | 0.32 | what we do |
 |---|---|---|---|
 | results of a step | `get_finished` + `get_block_ids_with_load_errors` | `get_transfer_results` | answer both ways |
-| a failed load is told by | blocks | request | both; blocks only where requests are unknown |
+| a failed asynchronous load is told by | blocks | request | blocks only where requests are unknown |
 | failed asynchronous load, several cache groups | ends the engine | fails the request | older: computed here |
-| `start_load_kv` | before the forward, always | before it only if a synchronous load is due | loads are synchronous |
+| `start_load_kv` | before the forward, always | before it only if a synchronous load is due | see the next row |
 | failed synchronous load, several cache groups | ends the engine | ends the engine | newer: loads are asynchronous |
 | `wait_for_save` on empty steps | no | yes | only steps that compute something matter |
 | `handle_preemptions` | when something was preempted | always | what it does is done at `bind_connector_metadata` too |
@@ -121,7 +121,9 @@ HOOKS: Mapping[str, Hook] = {
     "reset_capture_state": Hook((), _IGNORED),
     "get_finished": Hook(("finished_req_ids",), "the step's reports", True),
     "get_transfer_results": Hook(("finished_req_ids",), "the step's reports, failures with them"),
-    "get_block_ids_with_load_errors": Hook((), "blocks of failed loads, where requests are unknown", True),
+    "get_block_ids_with_load_errors": Hook(
+        (), "blocks of failed loads: synchronous ones, or where requests are unknown", True
+    ),
     "get_kv_connector_stats": Hook((), "counters and records since the last call"),
     "get_kv_connector_kv_cache_events": Hook((), _IGNORED),
     "get_handshake_metadata": Hook((), "this rank's card", True),

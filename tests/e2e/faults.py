@@ -45,7 +45,7 @@ PATIENT: dict[str, Any] = {"lease_s": 60.0, "dead_peer_s": 20.0, "orphan_s": 40.
 """For tests in which nothing times out."""
 LONG: dict[str, Any] = {"lease_s": 120.0, "orphan_s": 100.0, "wait_s": 120.0, "write_s": 100.0}
 """With ``SHORT``'s bound for a dead peer: what is told before these is told because the peer is dead."""
-DEATH_S = 10.0
+DEATH_S = 15.0
 """A dead peer's transfers have their verdict and their memory by then: ``DEAD_PEER_S``, a beat, the fabric's drain, and
 some seconds for a machine that does other things too."""
 TRIES = 3

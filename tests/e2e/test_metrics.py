@@ -9,7 +9,7 @@ import pytest
 
 from .cluster import Cluster, Pair
 from .dispatch import Client, for_decode, for_prefill, fresh, words
-from .faults import BOUND_S, LEASE_S, Fault, abort, faulty_pair, started
+from .faults import BOUND_S, LEASE_S, PATIENT, Fault, abort, faulty_pair, started
 from .kinds import Knobs
 from .servers import Server, until
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("only_pushkv")
 PREFILL = {"transfers_sent_total", "bytes_sent_total", "descriptors_total", "post_seconds_count", "wire_seconds_count"}
 DECODE = {"transfers_received_total", "path_total"}
 PACKED = {"prefill": {"gather_seconds_count", "handover_seconds_count"}, "decode": {"scatter_seconds_count"}}
-SOON_S = 5.0
+SOON_S = 15.0
 
 
 async def test_a_hand_over_is_in_the_metrics_of_idle_servers(cluster: Cluster, path: str) -> None:
@@ -41,7 +41,7 @@ def _missing(server: Server, old: dict[str, float], names: set[str]) -> list[str
 
 async def test_what_is_held_is_in_the_metrics_for_as_long_as_it_is(cluster: Cluster, path: str) -> None:
     """A write that stands still, a request that is given up meanwhile, and a prompt that nobody fetches."""
-    pair = await faulty_pair(cluster, path)
+    pair = await faulty_pair(cluster, path, PATIENT | {"lease_s": LEASE_S})
     p, d, fault, tid = pair.prefill, pair.decode, Fault(pair.prefill), fresh()
     direct = path == "direct"
     on_p = {"writes_open"} if direct else {"writes_open", "staging_bytes_used"}

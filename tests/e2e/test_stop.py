@@ -20,7 +20,8 @@ pytestmark = pytest.mark.usefixtures("only_pushkv")
 
 async def test_a_stopping_prefill_server_delivers(cluster: Cluster, oracle: Oracle, path: str) -> None:
     """SIGTERM comes while a write is under way: the server ends when D has its prompt."""
-    pair = await faulty_pair(cluster, path, PATIENT, arguments=("--shutdown-timeout", "10"))
+    patient = PATIENT | {"more": {"drain_s": 20.0}}
+    pair = await faulty_pair(cluster, path, patient, arguments=("--shutdown-timeout", "30"))
     fault, prompt, tid = Fault(pair.prefill), words(300, 85), fresh()
     fault.set("hold")
     async with (
@@ -29,7 +30,7 @@ async def test_a_stopping_prefill_server_delivers(cluster: Cluster, oracle: Orac
     ):
         assert (await client.complete(pair.prefill, prompt, 1, for_prefill(tid), request_id=tid)).ok
         await asyncio.sleep(0.5)
-        ending = asyncio.create_task(asyncio.to_thread(pair.prefill.stop))
+        ending = asyncio.create_task(asyncio.to_thread(pair.prefill.stop, 40.0))
         await asyncio.sleep(1.0)
         assert not tasks[0].done(), tasks[0].result()
         fault.clear()

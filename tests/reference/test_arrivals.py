@@ -160,7 +160,7 @@ def test_words_about_parts_that_cannot_be_are_refused(arrival: str) -> None:
     wrong = (word(TOKENS), word(1 << 60), word(0, TOKENS + 1), word(0, 1 << 60), word(0, 0))
     for one in wrong:
         assert not side.landing.heard(LINK, one)
-    assert side.rank.counters == {"messages_refused": len(wrong)} and side.kept() == 0
+    assert side.rank.counters == {"impossible part": len(wrong)} and side.kept() == 0
 
 
 def test_where_completion_is_arrival_no_notice_is_kept() -> None:
@@ -220,3 +220,11 @@ def test_whatever_comes_no_word_goes_on_before_its_bytes(moves: list[Any]) -> No
         assert side.kept() <= 2 * TOKENS + 2 * TOKENS + 20
     side.landing.forget("t")
     assert not side.landing._of_attempt and side.kept() == 0
+
+
+def test_a_registration_that_needs_no_memory_names_none() -> None:
+    """Also while another link of its transfer is down: where this one would write does not matter."""
+    side = Side()
+    side.landing.commanded(ev.Expect("nothing", (("away", 0), LINK), 0, True), 0.0)
+    named = side.landing.named(LINK, msg.Register(ME, P, 9, "nothing", 0, 0, True, 1, ()), 0.0)
+    assert named.memory == []

@@ -42,6 +42,25 @@ def refused_at_once(p: Engine, request_id: str, source: BlockIds) -> None:
     assert not p.until(ev.Finished, request_id).ok
 
 
+def test_what_stands_behind_a_refused_event_is_heard_in_the_same_step(pair: Make) -> None:
+    """A part is packed in the moment in which the machines refuse the begin of another prompt."""
+    p, d = pair(1, 1)
+    p.say(held("open", 40))
+    (rank,) = p.ranks
+    assert until(lambda: bool(rank.sending.prompts))
+    (key,) = rank.sending.prompts
+    packed, behind = rank.sending._packed, []
+
+    def refused_before(handle: int, now: float) -> None:
+        behind.append(handle)
+        rank.pending.append(ev.Begin(key, 40, 1, False, True))
+        packed(handle, now)
+
+    rank.sending._packed = refused_before  # type: ignore[method-assign]
+    assert hand_over((p, d), "other", 100, True) == ("", True)
+    assert behind and rank.counters["faults:refused event"] == len(behind)
+
+
 @pytest.mark.parametrize("again", ["t", "another id"])
 @pytest.mark.parametrize("apart", [False, True])
 def test_while_a_write_hangs_that_has_its_verdict(pair: Make, apart: bool, again: str) -> None:

@@ -60,3 +60,21 @@ def test_a_frozen_peer_leaves_staging_to_the_others(exchange: Exchange, tmp_path
     finally:
         for engine in (p, frozen, well):
             engine.stop()
+
+
+def test_a_second_part_is_packed_while_the_first_is_written(exchange: Exchange, tmp_path: Path) -> None:
+    """Two parts of half a share each need a segment more than a share where segments do not divide it."""
+    p, d = (Engine(name, 1, tmp_path, staging_bytes=17 << 12) for name in ("P", "D"))
+    try:
+        assert hand_over((p, d), "warm", TOKENS, True) == ("", True)
+        (rank,), (transport,) = p.ranks, p.transports
+        transport.delay_s = 1.0
+        tokens = 2 * int(17 * 4096 * 0.25) // rank.card.bytes_per_token  # two parts
+        d.say(wanted("long", p.address, tokens, tokens, True))
+        p.prefill("long", tokens, (list(range(1, 2 + tokens // 16)),))
+        assert until(lambda: rank.sending.writes_open == 2), "the second part waits for the first"
+        transport.delay_s = 0.0
+        p.emptied()
+    finally:
+        for engine in (p, d):
+            engine.stop()

@@ -44,6 +44,23 @@ def test_frames_of_any_size_in_order(secret: str | None) -> None:
         assert gather(d, len(frames), [p]) == [(P, frame) for frame in frames]
 
 
+@SECRETS
+def test_where_both_sides_open_a_link_their_sockets_last(secret: str | None) -> None:
+    """Each hears the other at its ROUTER, and neither ever where it sends: they are no strangers all the same."""
+    with channel(P, secret) as p, channel(D, secret) as d:
+        assert d.open(P, "127.0.0.1", p.port) == p.open(D, "127.0.0.1", d.port) == ""
+        for number in range(3):
+            assert d.send(P, b"from d %d" % number)
+            assert gather(p, 1, [d]) == [(D, b"from d %d" % number)]
+            assert p.send(D, b"from p %d" % number)
+            assert gather(d, 1, [p]) == [(P, b"from p %d" % number)]
+            sockets = [one.sockets() for one in (p, d)]
+            for one in (p, d):
+                one.trim(lambda link: False)
+            assert [one.sockets() for one in (p, d)] == sockets
+            assert not p._silent and not d._silent
+
+
 def test_a_frame_that_no_peer_would_take_is_not_sent() -> None:
     with channel(P) as p:
         assert not p.send(D, b"x" * (MAX_FRAME_BYTES + 1))
