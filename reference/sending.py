@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,7 +68,6 @@ class Sending:
         self.prompts: dict[str, Prompt] = {}
         self._waiting: deque[ev.Pack] = deque()
         self._staged: dict[int, Staged] = {}
-        self._held: Counter[str] = Counter()  # segments of staging by peer
         self._gathering: list[int] = []
         self._writes: dict[int, Posted] = {}
         self._enqueued = self._over_step = 0
@@ -288,7 +287,8 @@ class Sending:
     def _place(self, action: ev.Pack, prompt: Prompt, step: int) -> Staged | None:
         """The part in staging with its gather under way behind ``step``, or ``None`` when there is no room now.
 
-        Raises ``_ShareError`` where the peer would hold more than its share; what is larger than that goes alone.
+        Raises ``_ShareError`` where the peer would hold more than its share in more than two parts: a second one may be
+        packed while the first is written, however segments round.
         """
         fellow = self._fellow(action.link)
         prompt.packed = True
@@ -301,9 +301,9 @@ class Sending:
             if need > self.staging.count:
                 raise GrantError(f"a part of {staged.size} bytes, staging has {self.staging.count} segments")
             staged.peer = action.link[0]
-            mine = self._held[staged.peer]
-            if mine and mine + need > self.staging.count * self.rank.settings.staging_share and self._parts(staged) > 1:
-                raise _ShareError  # a second part may be packed while the first is written, however segments round
+            mine = [len(one.segments) for one in self._staged.values() if one.segments and one.peer == staged.peer]
+            if len(mine) > 1 and sum(mine) + need > self.staging.count * self.rank.settings.staging_share:
+                raise _ShareError
             segments = self.staging.take(need)
             if segments is None:
                 return None
@@ -317,7 +317,6 @@ class Sending:
             except BaseException:
                 self.staging.give(segments)
                 raise
-            self._held[staged.peer] += need
         return staged
 
     def _part(self, shard: Shard, prompt: Prompt, handle: int, start: int, stop: int) -> tuple[Shard, Part]:
@@ -330,17 +329,10 @@ class Sending:
             raise GrantError(f"{link} is not connected")
         return fellow
 
-    def _parts(self, staged: Staged) -> int:
-        """Parts in staging of the same peer."""
-        return sum(one.peer == staged.peer and bool(one.segments) for one in self._staged.values())
-
     def _unstage(self, handle: int) -> None:
         staged = self._staged.pop(handle, None)
         if staged is not None and staged.segments:
             self.staging.give(staged.segments)
-            self._held[staged.peer] -= len(staged.segments)
-            if not self._held[staged.peer]:
-                del self._held[staged.peer]
 
     # ------------------------------------------------------------ posting
 

@@ -7,14 +7,26 @@ bound of the settings (3 s), the fabric's drain, one round of beats, and slack f
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
 from .answers import right_or_failed, same
-from .cluster import Cluster, Oracle
-from .dispatch import Client, for_decode, for_prefill, fresh, words
+from .cluster import Cluster, Oracle, Pair
+from .dispatch import Answer, Client, for_decode, for_prefill, fresh, words
 from .faults import BOUND_S, DEATH_S, LONG, Fault, bounded, faulty_pair, started
 from .servers import start_all
+
+
+def under_way(client: Client, pair: Pair, prompt: list[int], when: str) -> list[Coroutine[Any, Any, Answer]]:
+    """The legs of a request whose prefill has not come (``waiting``), or whose write stands still (``writing``)."""
+    tid = fresh()
+    legs = [client.complete(pair.decode, prompt, 6, for_decode(pair.prefill, tid), request_id=tid)]
+    if when == "writing":
+        Fault(pair.prefill).set("hold")
+        legs.append(client.complete(pair.prefill, prompt, 1, for_prefill(tid), request_id=tid))
+    return legs
 
 
 @pytest.mark.fault("F06")
@@ -22,13 +34,9 @@ from .servers import start_all
 async def test_prefill_is_killed_while_decode_waits(cluster: Cluster, oracle: Oracle, path: str, when: str) -> None:
     """D fails the request or computes it itself, in bounded time; P comes back under its old name."""
     pair = await faulty_pair(cluster, path)
-    fault, prompt, tid = Fault(pair.prefill), words(300, 61), fresh()
+    fault, prompt = Fault(pair.prefill), words(300, 61)
     async with Client() as client:
-        legs = [client.complete(pair.decode, prompt, 6, for_decode(pair.prefill, tid), request_id=tid)]
-        if when == "writing":
-            fault.set("hold")
-            legs.append(client.complete(pair.prefill, prompt, 1, for_prefill(tid), request_id=tid))
-        async with started(*legs) as tasks:
+        async with started(*under_way(client, pair, prompt, when)) as tasks:
             await asyncio.sleep(1.0)
             assert not tasks[0].done(), tasks[0].result()
             pair.prefill.kill()
@@ -78,31 +86,25 @@ async def test_a_dead_prefill_is_noticed_by_its_silence(cluster: Cluster, path: 
     into which a process that lives might still write.
     """
     pair = await faulty_pair(cluster, path, LONG)
-    fault, prompt, tid = Fault(pair.prefill), words(300, 64), fresh()
     before = pair.decode.counted("pushkv:transfers_failed_total")
-    async with Client() as client:
-        legs = [client.complete(pair.decode, prompt, 6, for_decode(pair.prefill, tid), request_id=tid)]
-        if when == "writing":
-            fault.set("hold")
-            legs.append(client.complete(pair.prefill, prompt, 1, for_prefill(tid), request_id=tid))
-        async with started(*legs) as tasks:
-            await asyncio.sleep(1.0)
-            assert not tasks[0].done(), tasks[0].result()
-            if end == "killed":
-                pair.prefill.kill()
-            else:
-                pair.prefill.freeze()
-            answer = await bounded(tasks[0], DEATH_S, "D")
-            assert not answer.ok, "nobody can have answered this"
-            if (path, when, end) != ("direct", "writing", "frozen"):
-                await asyncio.to_thread(pair.emptied, pair.decode, limit_s=DEATH_S)
-            after = pair.decode.counted("pushkv:transfers_failed_total")
-            assert {what for what in after if after[what] != before.get(what)} <= {"peer silent", "peer gone"}
-            fault.clear()
-            if end == "killed":
-                await asyncio.to_thread(start_all, pair.prefill)
-            else:
-                pair.prefill.thaw()
+    async with Client() as client, started(*under_way(client, pair, words(300, 64), when)) as tasks:
+        await asyncio.sleep(1.0)
+        assert not tasks[0].done(), tasks[0].result()
+        if end == "killed":
+            pair.prefill.kill()
+        else:
+            pair.prefill.freeze()
+        answer = await bounded(tasks[0], DEATH_S, "D")
+        assert not answer.ok, "nobody can have answered this"
+        if (path, when, end) != ("direct", "writing", "frozen"):
+            await asyncio.to_thread(pair.emptied, pair.decode, limit_s=DEATH_S)
+        after = pair.decode.counted("pushkv:transfers_failed_total")
+        assert {what for what in after if after[what] != before.get(what)} <= {"peer silent", "peer gone"}
+        Fault(pair.prefill).clear()
+        if end == "killed":
+            await asyncio.to_thread(start_all, pair.prefill)
+        else:
+            pair.prefill.thaw()
     await pair.recovered(limit_s=DEATH_S)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from pushkv.reference.metric_names import (
 from pushkv.reference.office import Office
 from pushkv.reference.ports import Address
 
+from .printed import check_table
 from .said import wanted
 
 
@@ -289,10 +288,5 @@ def test_the_counts_of_parts_add_up_under_the_names_that_are_shown() -> None:
 
 
 def test_the_table_in_the_docs_is_what_the_command_prints() -> None:
-    docs = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert table() in docs, "python -m pushkv.reference.metric_names prints the table"
-    printed = subprocess.run(
-        [sys.executable, "-m", "pushkv.reference.metric_names"], capture_output=True, text=True, check=True
-    ).stdout
-    assert printed.strip() == table()
+    check_table("metrics.md", "pushkv.reference.metric_names", table())
     assert all(says in table() for says in (*COUNTERS.values(), *GAUGES.values(), *TIMES.values()))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pushkv.reference.settings import ConnectorSettings, SettingsError, table
+
+from .printed import check_table
 
 
 def read(environ: dict[str, str] | None = None, **extra: Any) -> ConnectorSettings:
@@ -99,9 +98,4 @@ def test_the_table_has_all_of_them() -> None:
 
 
 def test_the_table_in_the_docs_is_what_the_command_prints() -> None:
-    docs = (Path(__file__).parents[2] / "docs" / "settings.md").read_text(encoding="utf-8")
-    assert table() in docs, "python -m pushkv.reference.settings prints the table"
-    printed = subprocess.run(
-        [sys.executable, "-m", "pushkv.reference.settings"], capture_output=True, text=True, check=True
-    ).stdout
-    assert printed.strip() == table()
+    check_table("settings.md", "pushkv.reference.settings", table())
